@@ -1,0 +1,48 @@
+# Two commands: `make train` trains Breakout, `make test` passes the tests; both install what they need into .venv.
+# More arguments for the script: make train ARGS="--env-id pong --total-timesteps 20_000_000"
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+TORCH := 2.13.0
+
+.PHONY: help setup train test evaluate lint clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed  ## make .venv and install everything into it
+
+$(VENV)/.installed: requirements.txt install_pufferlib.sh
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON); on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+		{ echo "$$($(PYTHON) --version) found, 3.10 to 3.12 needed; name one: make setup PYTHON=python3.11"; exit 1; }
+	@command -v gcc >/dev/null || { echo "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "could not make $(VENV); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
+	@echo "installing requirements"
+	@$(PY) -m pip install --quiet --disable-pip-version-check "setuptools==80.9.0" wheel
+	@# Without an NVIDIA driver the CPU build of torch, where the package index has it; otherwise the index's default (CUDA).
+	@if ! command -v nvidia-smi >/dev/null && $(PY) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)+cpu" 2>/dev/null; \
+		then echo "torch $(TORCH), CPU build"; \
+		else $(PY) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -r requirements.txt
+	@bash install_pufferlib.sh $(PY)
+	@touch $@
+
+train: setup  ## train Breakout with the defaults
+	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
+
+evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
+	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
+
+test: setup  ## run the tests (under 8 minutes on two cores)
+	$(PY) -m pytest $(ARGS)
+
+lint: setup  ## ruff: format check and lint
+	$(PY) -m ruff format --check . && $(PY) -m ruff check .
+
+clean:  ## remove .venv and caches (not runs/)
+	rm -rf $(VENV) .pytest_cache .ruff_cache

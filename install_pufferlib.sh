@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Installs PufferLib's C environments into the virtual environment that runs this: `bash install_pufferlib.sh .venv/bin/python`.
+# The release exists as source only, and its setup.py downloads raylib for the web and Box2D from a code host, even
+# when nothing uses them. What follows needs the package index and gcc alone:
+#   - fetch the source archive without running its setup.py, and check its sha256;
+#   - make the folders whose absence would start a download (raylib for Linux is inside the archive);
+#   - drop impulse_wars, the one environment that needs Box2D;
+#   - NO_TRAIN=1 leaves out PufferLib's own trainer, its torch extension and its heavy requirements.
+set -euo pipefail
+python=$(realpath --no-symlinks "${1:?usage: install_pufferlib.sh PYTHON}")
+version=3.0.0
+sha256=7df3a3e3f5f894d78d2a1f5374097890aec01473183e748abefe4f3faa10eaa9
+fail() { echo "install_pufferlib.sh: $*" >&2; exit 1; }
+
+if "$python" -c "import importlib.metadata as m; raise SystemExit(m.version('pufferlib') != '$version')" 2>/dev/null; then
+    exit 0
+fi
+[ "$(uname -s)" = Linux ] || fail "PufferLib's C environments are built for Linux here; on $(uname -s) follow PufferLib's own instructions"
+command -v gcc >/dev/null || fail "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"
+include=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['include'])")
+[ -f "$include/Python.h" ] || fail "no Python.h in $include; on Debian or Ubuntu: sudo apt-get install python3-dev"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
+pip install wheel==0.45.1 Cython==3.1.4 unearth==0.18.3
+
+echo "building PufferLib $version from its source release (about a minute)"
+"$python" -m unearth "pufferlib==$version" --no-binary --download "$work" >"$work/unearth.log" 2>&1 ||
+    fail "the package index gave no pufferlib $version: $(tail -n 1 "$work/unearth.log")"
+echo "$sha256  $work/pufferlib-$version.tar.gz" | sha256sum --check --quiet ||
+    fail "pufferlib-$version.tar.gz is not the release this script knows (sha256 differs)"
+tar -xzf "$work/pufferlib-$version.tar.gz" -C "$work"
+source=$work/pufferlib-$version
+mkdir "$source"/{raylib-5.5_webassembly,box2d-web,box2d-linux-amd64}
+rm -r "$source/pufferlib/ocean/impulse_wars"
+(cd "$source" && NO_TRAIN=1 LDFLAGS=-s pip wheel . --no-deps --no-build-isolation --wheel-dir "$work/dist" >"$work/build.log" 2>&1) ||
+    { tail -n 30 "$work/build.log" >&2; fail "the build failed; its last lines stand above"; }
+pip install --no-deps "$work"/dist/pufferlib-*.whl
