@@ -1,0 +1,168 @@
+"""Small Gymnasium environments for the tests, registered on import: `--env-id environments:CueRecall-v0`."""
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+
+
+class CueRecall(gym.Env):
+    """The first observation shows a cue, the next `delay` are blank, the last says go: reward 1 for the action that the cue named.
+
+    Observation (cues + 1): the cue, one-hot, then the go flag. Without memory the best expected return is 1 / cues.
+    """
+
+    def __init__(self, cues: int = 4, delay: int = 4):
+        self.cues, self.delay = cues, delay
+        self.observation_space, self.action_space = Box(0, 1, (cues + 1,), np.float32), Discrete(cues)
+
+    def observe(self):
+        observation = np.zeros(self.cues + 1, np.float32)
+        if self.t == 0:
+            observation[self.cue] = 1
+        observation[-1] = self.t == self.delay + 1
+        return observation
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.cue = 0, int(self.np_random.integers(self.cues))
+        return self.observe(), {}
+
+    def step(self, action):
+        go = self.t == self.delay + 1
+        reward = float(go and action == self.cue)
+        self.t += 1
+        return self.observe(), reward, go, False, {}
+
+
+class Continuous(gym.Env):
+    """Move to the target: reward -|action - target|^2, a new target every step, four steps. The best return is 0."""
+
+    def __init__(self, length: int = 4):
+        self.length = length
+        self.observation_space, self.action_space = Box(-1, 1, (2,), np.float32), Box(-1, 1, (2,), np.float32)
+
+    def observe(self):
+        self.target = self.np_random.uniform(-0.8, 0.8, 2).astype(np.float32)
+        return self.target.copy()
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = -float(((np.asarray(action) - self.target) ** 2).sum())
+        self.t += 1
+        return self.observe(), reward, self.t == self.length, False, {}
+
+
+class DictObs(gym.Env):
+    """A Dict observation of three dtypes. Reward 1 for the action that `colour` names; six steps."""
+
+    def __init__(self, length: int = 6):
+        self.length = length
+        self.observation_space = Dict(
+            {"colour": Discrete(3), "pixels": Box(0, 255, (5,), np.uint8), "position": Box(-np.inf, np.inf, (2,), np.float32)}
+        )
+        self.action_space = Discrete(3)
+
+    def observe(self):
+        self.colour = int(self.np_random.integers(3))
+        pixels = self.np_random.integers(256, size=5).astype(np.uint8)
+        return {"colour": self.colour, "pixels": pixels, "position": self.np_random.normal(size=2).astype(np.float32)}
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = float(action == self.colour)
+        self.t += 1
+        return self.observe(), reward, self.t == self.length, False, {}
+
+
+class TwoDials(gym.Env):
+    """Two choices at once: half a point for each dial set as shown (one-hot, 3 + 2); four steps."""
+
+    def __init__(self, length: int = 4):
+        self.length = length
+        self.observation_space, self.action_space = Box(0, 1, (5,), np.float32), MultiDiscrete([3, 2])
+
+    def observe(self):
+        self.shown = self.np_random.integers([3, 2])
+        return np.concatenate((np.eye(3)[self.shown[0]], np.eye(2)[self.shown[1]])).astype(np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = float((np.asarray(action) == self.shown).mean())
+        self.t += 1
+        return self.observe(), reward, self.t == self.length, False, {}
+
+
+class Image(gym.Env):
+    """An image, 84 x 84 x 3 bytes, bright on the left or on the right. Reward 1 for naming the side; five steps."""
+
+    def __init__(self, length: int = 5):
+        self.length = length
+        self.observation_space, self.action_space = Box(0, 255, (84, 84, 3), np.uint8), Discrete(2)
+
+    def observe(self):
+        self.side = int(self.np_random.integers(2))
+        image = np.zeros((84, 84, 3), np.uint8)
+        image[:, 42 * self.side : 42 * (self.side + 1)] = 255
+        return image
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = float(action == self.side)
+        self.t += 1
+        return self.observe(), reward, self.t == self.length, False, {}
+
+
+class Truncating(gym.Env):
+    """Reward 1 per step, cut off after `length` steps (`terminate`: terminated instead). The observation is the step's number."""
+
+    def __init__(self, length: int = 3, terminate: bool = False):
+        self.length, self.terminate = length, terminate
+        self.observation_space, self.action_space = Box(0, np.inf, (1,), np.float32), Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == self.length
+        return np.full(1, self.t, np.float32), 1.0, over and self.terminate, over and not self.terminate, {}
+
+
+class NaNReward(gym.Env):
+    """The reward is 0 for `healthy` steps over all episodes, then NaN. Episodes are ten steps long."""
+
+    def __init__(self, healthy: int = 50):
+        self.healthy, self.steps = healthy, 0
+        self.observation_space, self.action_space = Box(-1, 1, (2,), np.float32), Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t, self.steps = self.t + 1, self.steps + 1
+        reward = 0.0 if self.steps <= self.healthy else float("nan")
+        return np.full(2, self.t / 10, np.float32), reward, self.t == 10, False, {}
+
+
+for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward):
+    gym.register(f"{environment.__name__}-v0", entry_point=environment)

@@ -1,0 +1,167 @@
+"""Every kind of environment trains for two iterations: Ocean's, Gymnasium's, PettingZoo's; every space; every vectorization."""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+
+import pufferlib
+import pytest
+import torch.utils.tensorboard  # noqa: F401  imported here once, so that the forked runs need not
+from conftest import newest_run, read_metrics
+
+import ppo_lstm_puffer as ppo
+
+TINY = "--num-steps 8 --minibatch-size 16 --update-epochs 0 --hidden-size 16 --precision float32 --no-compile --log-interval 1"
+REGISTERED_HERE = pathlib.Path(__file__).parent
+
+
+def train_in_this_process(arguments: list[str], output):
+    """The target of a forked process: the script's main, its output in a file."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file
+        sys.path[:0] = [str(REGISTERED_HERE), str(REGISTERED_HERE.parent)]
+        sys.argv = ["ppo_lstm_puffer.py", *arguments]
+        sys.exit(ppo.main())
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains two iterations in a fork of this process (a C environment may crash it) and returns the run's metrics.json."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))  # as `import pufferlib` would here
+
+    def train(env_id: str, arguments: str = "", agents: int = 4, timeout: float = 60) -> dict:
+        command = [
+            "--env-id",
+            env_id,
+            "--num-envs",
+            "4",
+            *TINY.split(),
+            "--total-timesteps",
+            str(2 * agents * 8),
+            *arguments.split(),
+        ]
+        process = multiprocessing.get_context("fork").Process(target=train_in_this_process, args=(command, tmp_path / "output"))
+        process.start()
+        process.join(timeout)
+        process.kill()
+        output = (tmp_path / "output").read_text()
+        assert process.exitcode == 0, f"exit code {process.exitcode}\n{output}"
+        run = newest_run(tmp_path)
+        metrics = json.loads((run / "metrics.json").read_text())
+        assert (metrics["exit_reason"], metrics["iterations"], metrics["timesteps"]) == ("completed", 2, 2 * agents * 8), output
+        assert [row["step"] for row in read_metrics(run)] == [agents * 8, 2 * agents * 8]
+        return metrics
+
+    return train
+
+
+# Name, its arguments (to make the big ones small), and how many agents 4 environments have.
+OCEAN = [
+    ("breakout", "", 4),
+    ("blastar", "", 4),
+    ("convert", "--env.num_agents 8", 32),
+    ("pong", "", 4),
+    ("freeway", "", 4),
+    ("enduro", "", 4),
+    ("tetris", "", 4),
+    ("cartpole", "", 4),
+    ("moba", "--num-envs 1", 5),
+    ("boids", "--env.num_boids 4", 16),
+    ("drone", "", 4),
+    (
+        "nmmo3",
+        "--num-envs 1 --env.width [64] --env.height [64] --env.num_players 8 --env.num_enemies 8"
+        " --env.num_resources 8 --env.num_weapons 8 --env.num_gems 8",
+        8,
+    ),
+    ("snake", "--env.num_snakes 4 --env.num_food 16 --env.width 64 --env.height 64", 16),
+    ("squared", "", 4),
+    ("pysquared", "", 4),
+    ("terraform", "", 32),
+    ("template", "", 4),
+    ("tripletriad", "", 4),
+    ("target", "", 32),
+    ("go", "", 4),
+    ("rware", "", 16),
+    ("trash_pickup", "", 12),
+    ("tower_climb", "--env.num_maps 2", 4),
+    ("grid", "--env.num_maps 4", 4),
+    ("cpr", "", 32),
+    ("pacman", "", 4),
+    ("checkers", "", 4),
+    ("multiagent", "", 8),
+    ("password", "", 4),
+    ("stochastic", "", 4),
+    ("puffer_pong", "", 4),
+]
+
+
+@pytest.mark.parametrize("env_id, arguments, agents", OCEAN, ids=[name for name, *_ in OCEAN])
+def test_ocean_environment_trains(train, env_id, arguments, agents):
+    train(env_id, arguments, agents)
+
+
+KINDS = [
+    ("CartPole-v1", 4),
+    ("Acrobot-v1", 4),
+    ("MountainCar-v0", 4),
+    ("Pendulum-v1", 4),  # Box action
+    ("environments:Continuous-v0", 4),  # Box action
+    ("environments:DictObs-v0", 4),  # Dict observation of three dtypes
+    ("environments:Image-v0", 4),  # convolutional encoder
+    ("environments:Truncating-v0", 4),
+    ("tests.parallel_game", 12),  # PettingZoo
+]
+
+
+@pytest.mark.parametrize("env_id, agents", KINDS, ids=[name for name, _ in KINDS])
+def test_emulated_environment_trains(train, env_id, agents):
+    train(env_id, agents=agents)
+
+
+WORKERS = [
+    ("breakout", "", 4),
+    ("target", "", 32),  # MultiDiscrete, several agents
+    ("drone", "", 4),  # Box action
+    ("environments:DictObs-v0", "", 4),
+    ("environments:Image-v0", "", 4),
+    ("tests.parallel_game", "", 12),
+    ("CartPole-v1", "--num-workers 4", 4),
+    ("CartPole-v1", "--num-workers 1", 4),
+]
+
+
+@pytest.mark.parametrize("env_id, arguments, agents", WORKERS)
+def test_environment_trains_in_worker_processes(train, env_id, arguments, agents):
+    train(env_id, "--vec-backend multiprocessing " + arguments, agents)
+
+
+def test_serial_copies_of_a_native_environment_train(train):
+    train("breakout", "--vec-backend serial")
+
+
+def test_optimizers_and_precisions_train_every_action_space(train):
+    train("drone", "--optimizer adam --precision bfloat16")
+    train("target", "--optimizer adam --precision bfloat16", 32)
+
+
+@pytest.mark.parametrize("num_workers, groups", [(1, 1), (2, 2), (4, 2)])
+def test_even_workers_are_double_buffered(num_workers, groups):
+    """Two halves of the agents: one is stepped by its workers while the policy acts on the other."""
+    args = ppo.Args(env_id="CartPole-v1", vec_backend="multiprocessing", num_envs=8, num_workers=num_workers)
+    envs = ppo.make_envs(args, seed=1)
+    try:
+        assert envs.num_groups == groups
+        envs.reset()
+        received = [envs.receive() for _ in range(groups)]
+        covered = sorted((step.agents.start, step.agents.stop) for step in received)
+        assert covered == [(8 // groups * i, 8 // groups * (i + 1)) for i in range(groups)]
+        assert all(step.observations.shape == (8 // groups, 4) for step in received)
+    finally:
+        envs.close()
+    assert not any(process.is_alive() for process in envs.processes)

@@ -1,0 +1,61 @@
+"""Learning is the proof: each trains for real on one core, within a minute."""
+
+import pytest
+import torch
+from conftest import newest_run, read_metrics, run_script
+
+import ppo_lstm_puffer as ppo
+
+TRAIN = ["--no-compile", "--hidden-size", "32", "--precision", "float32", "--log-interval", "20"]
+CARTPOLE = [
+    *TRAIN, "--env-id", "cartpole", "--num-envs", "64", "--num-steps", "16", "--minibatch-size", "512", "--update-epochs", "2",
+    "--total-timesteps", "300000", "--gamma", "0.95", "--learning-rate", "0.02", "--vf-clip-coef", "10", "--vf-coef", "0.5",
+    "--ent-coef", "0.01", "--prio-alpha", "0",
+]  # fmt: skip
+CUE_RECALL = [
+    *TRAIN, "--env-id", "environments:CueRecall-v0", "--num-envs", "32", "--num-steps", "18", "--minibatch-size", "288",
+    "--update-epochs", "2", "--total-timesteps", "80000", "--gamma", "0.95", "--learning-rate", "0.02", "--ent-coef", "0.01",
+    "--prio-alpha", "0",
+]  # fmt: skip
+
+
+def final(run, key: str, lines: int = 3) -> float:
+    """Mean of a metric over the last log lines that have it."""
+    values = [row[key] for row in read_metrics(run) if key in row][-lines:]
+    return sum(values) / len(values)
+
+
+def test_cartpole_is_solved(tmp_path):
+    # Ocean's cartpole stops at 200 steps; 195 is the threshold that Gym has always given for this length.
+    result = run_script(*CARTPOLE, cwd=tmp_path, small=False)
+    assert result.returncode == 0, result.stderr
+    assert final(newest_run(tmp_path), "env/score") >= 195
+
+
+def test_cue_recall_is_solved_with_memory(tmp_path):
+    # Four cues: 1.0 is perfect, 0.25 is the best expectation without memory.
+    result = run_script(*CUE_RECALL, cwd=tmp_path, small=False)
+    assert result.returncode == 0, result.stderr
+    assert final(newest_run(tmp_path), "episodic_return") >= 0.95
+
+
+def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_path, monkeypatch):
+    forward = ppo.lstm_forward
+    monkeypatch.setattr(
+        ppo, "lstm_forward", lambda x, h, c, dones, weight, bias: forward(x, h, c, torch.ones_like(dones), weight, bias)
+    )
+    monkeypatch.chdir(tmp_path)
+    args, _ = ppo.parse_args([*CUE_RECALL, "--no-dashboard"])
+    assert ppo.train(args) == 0
+    assert final(newest_run(tmp_path), "episodic_return") <= 0.4
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_breakout_learns_to_keep_the_ball_in_either_precision(tmp_path, precision):
+    # A random policy scores below 1; 6 means that the paddle meets the ball most of the time.
+    result = run_script(
+        "--env-id", "breakout", "--num-envs", "256", "--minibatch-size", "2048", "--total-timesteps", "1000000", "--precision", precision,
+        "--hidden-size", "64", "--no-compile", cwd=tmp_path, small=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert final(newest_run(tmp_path), "env/score") >= 5
