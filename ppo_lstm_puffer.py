@@ -83,9 +83,9 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 50_000_000
+    total_timesteps: int = 30_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.015
+    learning_rate: float = 0.03
     """learning rate of --optimizer (Muon's for the matrices)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
@@ -117,7 +117,7 @@ class Args:
     """clip range of the value"""
     vf_coef: float = 2.0
     """weight of the value loss"""
-    ent_coef: float = 0.001
+    ent_coef: float = 0.003
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
@@ -1249,7 +1249,8 @@ class Run:
                 if key not in ("step", "time", "iteration", "episodes"):
                     self.writer.add_scalar(key if "/" in key else f"charts/{'SPS' if key == 'sps' else key}", value, step)
         if self.live:
-            self.live.update(dashboard(self.args, self.row, self.folder), refresh=True)
+            with self.tolerate("dashboard", Exception):
+                self.live.update(dashboard(self.args, self.row, self.folder), refresh=True)
         else:
             shown = {"step": f"{step}", "time": f"{now:.1f}", "sps": f"{sps:.0f}"}
             for key in ("env/score", "episodic_return", "episodic_length", "losses/approx_kl", "losses/entropy"):
@@ -1345,9 +1346,8 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
     from rich.table import Table
 
     def table(title: str, rows: dict[str, str]) -> Table:
-        result = Table(
-            title=title, title_justify="left", title_style="bold cyan", box=None, show_header=False, padding=(0, 1), min_width=24
-        )
+        result = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+        result.add_row(f"[bold cyan]{title}")
         for key, value in rows.items():
             result.add_row(key, value)
         return result
@@ -1374,16 +1374,11 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
     shares = {
         name[5:-6]: f"{100 * value:.0f} %" for name, value in row.items() if name.startswith("time/") and name.endswith("_share")
     }
-    episodes = {key: number(row[key]) for key in row if key.startswith("episodic")} | {
-        key[4:]: number(row[key]) for key in row if key.startswith("env/")
-    }
+    episodes = {key: number(row[key]) for key in row if key.startswith("episodic")}
+    episodes |= {key[4:]: number(row[key]) for key in row if key.startswith("env/") and key != "env/n"}
     losses = {key[7:]: number(row[key]) for key in row if key.startswith("losses/")}
-    tables = [
-        table("run", summary | system),
-        table("time", shares),
-        table("episodes", dict(list(episodes.items())[:12])),
-        table("losses", losses),
-    ]
+    sections = {"run": summary | system, "time": shares, "episodes": dict(list(episodes.items())[:12]), "losses": losses}
+    tables = [table(title, rows) for title, rows in sections.items() if rows]
     bar = ProgressBar(total=args.total_timesteps, completed=min(row["step"], args.total_timesteps))
     return Panel(Group(bar, Columns(tables, padding=(0, 2))), title=f"{args.exp_name} · {args.env_id}", subtitle=folder)
 

@@ -425,7 +425,12 @@ def test_wandb_offline_leaves_an_offline_run(tmp_path):
 
 
 def test_unreachable_wandb_does_not_stop_training(tmp_path):
-    unreachable = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    unreachable = {
+        "WANDB_MODE": "online",
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_INIT_TIMEOUT": "5",
+    }
     command = [sys.executable, str(SCRIPT), *SMALL, "--track"]
     result = subprocess.run(command, cwd=tmp_path, env=environment() | unreachable, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
