@@ -28,7 +28,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -83,9 +85,9 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 30_000_000
+    total_timesteps: int = 25_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.03
+    learning_rate: float = 0.02
     """learning rate of --optimizer (Muon's for the matrices)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
@@ -117,7 +119,7 @@ class Args:
     """clip range of the value"""
     vf_coef: float = 2.0
     """weight of the value loss"""
-    ent_coef: float = 0.003
+    ent_coef: float = 0.002
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
@@ -557,7 +559,10 @@ def train(args: Args, resumed: dict | None = None) -> int:
         iteration, step = resumed["iteration"], resumed["step"]
         load_state_dict(agent, resumed["model"], "--resume")
         for optimizer, state in zip(optimizers, resumed["optimizers"]):
-            optimizer.load_state_dict(state)
+            try:
+                optimizer.load_state_dict(state)
+            except (ValueError, KeyError) as error:
+                raise UsageError(f"--resume: the optimizer's state is not one of --optimizer {args.optimizer}") from error
         restore_rng(resumed["rng"])
     num_iterations = -(-args.total_timesteps // (N * T))
     run = Run(args, agent, envs, resumed)
@@ -985,7 +990,7 @@ def load_weights(agent: Agent, path: str, flag: str):
     data = read_bytes(path, flag)
     if path.endswith(".bin"):
         flat, parameters = (
-            torch.frombuffer(bytearray(data), dtype=torch.float32) if len(data) % 4 == 0 else torch.empty(0),
+            torch.frombuffer(bytearray(data), dtype=torch.float32) if data and len(data) % 4 == 0 else torch.empty(0),
             list(agent.parameters()),
         )
         total = sum(p.numel() for p in parameters)
@@ -1004,11 +1009,11 @@ def load_weights(agent: Agent, path: str, flag: str):
 def load_tensors(data: bytes, what: str) -> Any:
     """torch.load of tensors and plain values only: a file from a stranger cannot run code. Raises UsageError."""
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice on how to load it anyway
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UsageError(
-            f"{what}: not a readable checkpoint ({str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__})"
-        ) from error
+        raise UsageError(f"{what}: not a checkpoint of tensors and plain values, or a damaged one") from error
 
 
 def read_bytes(path: str, flag: str) -> bytes:
@@ -1022,7 +1027,12 @@ def read_bytes(path: str, flag: str) -> bytes:
 def write_atomically(path: str, data: bytes):
     """Under a temporary name first, then renamed: whoever reads sees the old file or the new one, whole."""
     fs, inner = fsspec.url_to_fs(path)
-    fs.pipe_file(inner + ".tmp", data)
+    try:
+        fs.pipe_file(inner + ".tmp", data)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fs.rm_file(inner + ".tmp")  # a full disk: do not keep what did not fit
+        raise
     if isinstance(fs, fsspec.implementations.local.LocalFileSystem):
         os.replace(inner + ".tmp", inner)
     else:
@@ -1050,6 +1060,8 @@ def restore_rng(state: dict):
 
 def find_run(path: str, output_dir: str, flag: str) -> str:
     """The folder of a run, given itself, a file in it, or "latest" (the newest in output_dir that has a checkpoint)."""
+    if flag == "--resume" and path.endswith(".pt") and not path.rpartition("/")[2].startswith(("trainer_state", "model_")):
+        raise UsageError(f"{flag} {path}: not a trainer_state.pt, nor the folder of a run")
     if path != "latest":
         return path.rstrip("/").rpartition("/")[0] or "." if path.endswith(".pt") else path.rstrip("/")
     fs, inner = fsspec.url_to_fs(output_dir)
@@ -1139,10 +1151,13 @@ class Run:
         self.env_name = args.env_id.replace("/", "-").replace(":", "-")
         name = f"{self.env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
         self.folder = resumed["folder"] if resumed else f"{args.output_dir.rstrip('/')}/{name}"
-        fs, inner = fsspec.url_to_fs(self.folder)
-        local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
-        self.local_folder = inner if local else f"runs/{name}"
-        os.makedirs(self.local_folder, exist_ok=True)
+        try:
+            fs, inner = fsspec.url_to_fs(self.folder)
+            local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
+            self.local_folder = inner if local else f"runs/{name}"
+            os.makedirs(self.local_folder, exist_ok=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise UsageError(f"--output-dir {args.output_dir}: cannot be written ({type(error).__name__}: {error})") from error
         history = []
         with self.tolerate("metrics.jsonl"):
             if resumed and fs.exists(f"{inner}/metrics.jsonl"):  # lines after the checkpoint would come twice
@@ -1152,8 +1167,11 @@ class Run:
             write_atomically(f"{self.folder}/config.yaml", yaml.safe_dump(asdict(args), sort_keys=False).encode())
             write_atomically(f"{self.folder}/metrics.jsonl", b"".join(line + b"\n" for line in history))
             self.jsonl = fs.open(f"{inner}/metrics.jsonl", "ab")
+        # TensorBoard writes in a thread of its own: on a full disk, a line instead of its traceback.
+        threading.excepthook = lambda failed: warn(f"{failed.thread.name}: {failed.exc_type.__name__}: {failed.exc_value}")
         if args.track:
             with self.tolerate("W&B", Exception):
+                os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; an unreachable server should not cost more
                 import wandb
 
                 wandb.init(
@@ -1205,12 +1223,14 @@ class Run:
 
     def profiler_step(self, iteration: int):
         """--profile: a trace of iterations 6 to 8, after compilation."""
-        if not self.args.profile:
-            return
-        if iteration == self.first_iteration + 5:
+        if self.args.profile and iteration == self.first_iteration + 5:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
-        elif iteration == self.first_iteration + 8 and self.profiler:
+        elif iteration == self.first_iteration + 8:
+            self.export_trace()
+
+    def export_trace(self):
+        if self.profiler:
             self.profiler.stop()
             self.profiler.export_chrome_trace(f"{self.local_folder}/trace.json")
             self.profiler = None
@@ -1293,6 +1313,7 @@ class Run:
             "phases": dict(self.phases), "final": {key: value for key, value in self.row.items() if key.startswith(("episodic", "env/", "losses/"))},
             "exit_reason": exit_reason,
         }  # fmt: skip
+        self.export_trace()
         if self.live:
             self.live.stop()
         with self.tolerate("metrics.json"):
@@ -1449,8 +1470,8 @@ def evaluate(args: Args) -> int:
     return 128 + stop.signum if stop.signum else 0
 
 
-LIMITS = {  # argument: (least, most); a sensible range, so that a slip of the hand is caught before an hour of training
-    "num_envs": (1, None), "num_workers": (1, None), "num_steps": (1, None), "minibatch_size": (1, None), "max_minibatch_size": (1, None),
+LIMITS = {  # argument: (least, most), so that a slip of the hand is caught before an hour of training
+    "seed": (0, 2**31 - 1), "num_envs": (1, None), "num_workers": (1, None), "num_steps": (1, None), "minibatch_size": (1, None), "max_minibatch_size": (1, None),
     "total_timesteps": (1, None), "hidden_size": (1, None), "log_interval": (1, None), "checkpoint_interval": (1, None), "keep_checkpoints": (1, None),
     "eval_episodes": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "adam_learning_rate": (0, None), "momentum": (0, 1), "gamma": (0, 1),
     "gae_lambda": (0, 1), "update_epochs": (0, None), "clip_coef": (0, None), "vf_clip_coef": (0, None), "vf_coef": (0, None), "ent_coef": (0, None),
@@ -1472,6 +1493,10 @@ def check_args(args: Args):
     ):
         raise UsageError(
             f"--max-minibatch-size {args.max_minibatch_size}: must divide --minibatch-size {args.minibatch_size} and be a multiple of --num-steps {args.num_steps}"
+        )
+    if args.compile and args.compile_mode not in ("default", *torch._inductor.list_mode_options()):
+        raise UsageError(
+            f"--compile-mode {args.compile_mode}: must be one of default, {', '.join(torch._inductor.list_mode_options())}"
         )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")

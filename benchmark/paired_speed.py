@@ -64,9 +64,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=60, help="of each run; the first half is not counted")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
-    cpu = next(
-        (line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor()
-    )
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     rounds = []
     with tempfile.TemporaryDirectory() as folder:

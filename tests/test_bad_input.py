@@ -201,8 +201,7 @@ def test_weights_of_another_hidden_size(refused, run):
 
 
 @pytest.mark.parametrize(
-    "changed, named",
-    [("--hidden-size 64", "--hidden-size"), ("--env-id pong", "environment"), ("--optimizer adam", "--optimizer")],
+    "changed, named", [("--hidden-size 64", "--hidden-size"), ("--env-id pong", "environment"), ("--optimizer adam", "--optimizer")]
 )
 def test_resuming_with_what_the_checkpoint_does_not_fit(refused, run, changed, named):
     line = refused("--resume", run, "--total-timesteps", "512", *changed.split())
