@@ -75,7 +75,7 @@ class Args:
     """a PufferLib Ocean name (breakout, pong, ...), a Gymnasium id (CartPole-v1, module:Name-v0), or a module with parallel_env (PettingZoo)"""
     env: dict[str, Any] = field(default_factory=dict)
     """arguments of the environment itself, each as --env.KEY VALUE"""
-    num_envs: int = 512
+    num_envs: int = 1024
     """environments stepped in parallel (an environment may hold several agents)"""
     vec_backend: Literal["auto", "native", "serial", "multiprocessing"] = "auto"
     """native: the C environment vectorizes itself; serial: copies in this process; multiprocessing: in workers, double-buffered; auto: native where possible, else serial"""
@@ -97,7 +97,7 @@ class Args:
     """Muon's momentum, Adam's beta1 where Adam trains all"""
     anneal_lr: Literal["linear", "cosine", "none"] = "linear"
     """schedule of the learning rate, down to zero at --total-timesteps"""
-    num_steps: int = 32
+    num_steps: int = 16
     """segment length T: steps per agent between two updates, and the span of backpropagation through time"""
     gamma: float = 0.995
     """discount factor"""
@@ -486,7 +486,9 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                if parameter not in self.state:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = self.state[parameter]["momentum_buffer"]
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
                 update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
                 rows, columns = parameter.shape
@@ -1140,14 +1142,8 @@ class Run:
         self.start, self.before = time.perf_counter(), resumed["seconds"] if resumed else 0.0
         self.first_step = self.last_step = resumed["step"] if resumed else 0
         self.first_iteration, self.last_time, self.steady = resumed["iteration"] if resumed else 0, self.before, None
-        self.phases, self.logged_phases, self.failed, self.row, self.live, self.profiler = (
-            defaultdict(float),
-            {},
-            set(),
-            {},
-            None,
-            None,
-        )
+        self.phases, self.logged_phases, self.row = defaultdict(float), {}, {}
+        self.failed, self.live, self.profiler = set(), None, None
         self.env_name = args.env_id.replace("/", "-").replace(":", "-")
         name = f"{self.env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
         self.folder = resumed["folder"] if resumed else f"{args.output_dir.rstrip('/')}/{name}"
