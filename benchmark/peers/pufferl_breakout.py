@@ -9,6 +9,7 @@ per iteration: {"step", "time" (seconds since the trainer was made), "score", "e
 
 import argparse
 import json
+import os
 import sys
 import time
 
@@ -49,3 +50,4 @@ with open(cli.out, "a") as out:
         print(json.dumps(line), file=out, flush=True)
         print(line, torch.get_num_threads(), flush=True)
 vecenv.close()
+os._exit(0)  # its utilization thread would keep the process alive
