@@ -1,7 +1,7 @@
 """PPO with an LSTM on PufferLib's C environments: one file, one process, CPU or one GPU.
 
     python ppo_lstm_puffer.py --env-id breakout                      # train; everything goes to runs/<env>__<exp>__<seed>__<time>/
-    python ppo_lstm_puffer.py --env-id CartPole-v1 --num-envs 16     # any Gymnasium id; module:Name-v0 too
+    python ppo_lstm_puffer.py --env-id CartPole-v1 --num-envs 64 --minibatch-size 1024   # any Gymnasium id; module:Name-v0 too
     python ppo_lstm_puffer.py --resume latest                        # go on after a crash, a kill or Ctrl-C
     python ppo_lstm_puffer.py --evaluate runs/<run>                  # play episodes; JSON on stdout
     python ppo_lstm_puffer.py --config runs/<run>/config.yaml        # repeat a run; flags on the command line win
@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import difflib
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -60,7 +61,7 @@ class Args:
     seed: int = 1
     """seed of everything: Python, numpy, torch, the C environments, and the workers"""
     torch_deterministic: bool = True
-    """use deterministic CUDA kernels; runs on a CPU repeat to the bit either way"""
+    """deterministic cuDNN kernels (the image encoder on CUDA); runs on a CPU repeat to the bit either way"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto takes CUDA where there is a GPU"""
     track: bool = False
@@ -80,7 +81,7 @@ class Args:
     vec_backend: Literal["auto", "native", "serial", "multiprocessing"] = "auto"
     """native: the C environment vectorizes itself; serial: copies in this process; multiprocessing: in workers, double-buffered; auto: native where possible, else serial"""
     num_workers: int = 2
-    """worker processes for --vec-backend multiprocessing"""
+    """worker processes for --vec-backend multiprocessing; an even number is double-buffered"""
     clip_rewards: bool = True
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
@@ -88,7 +89,7 @@ class Args:
     total_timesteps: int = 25_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
     learning_rate: float = 0.02
-    """learning rate of --optimizer (Muon's for the matrices)"""
+    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
     optimizer: Literal["muon", "adam"] = "muon"
@@ -138,21 +139,21 @@ class Args:
     hidden_size: int = 128
     """width of the encoder and of the LSTM"""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """of the matrix products; parameters, LSTM cell state, heads and losses stay float32"""
+    """of the matrix products; parameters, LSTM cell state, heads and losses stay float32 (on CUDA float32 means TF32)"""
     compile: bool = True
     """torch.compile the policy step and the update (needs a C++ compiler); eager always works"""
-    compile_mode: str = "default"
-    """torch.compile's mode"""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode; the second tries more kernels, on CUDA"""
 
     # Run
     time_limit: float | None = None
-    """stop after this many seconds of training"""
+    """stop after this many seconds of training, those before a resume included"""
     log_interval: int = 10
     """iterations between two log lines"""
     checkpoint_interval: int = 100
     """iterations between two checkpoints"""
     keep_checkpoints: int = 3
-    """how many of the last checkpoints to keep"""
+    """how many of the last models to keep"""
     output_dir: str = "runs"
     """where runs are written: a folder, or any fsspec URL"""
     config: str | None = None
@@ -209,7 +210,7 @@ class Agent(nn.Module):
             choices = np.arange(max(nvec))[None]
             index = np.where(choices < np.array(nvec)[:, None], offsets[:, None] + choices, -1)
             self.register_buffer("logit_index", torch.as_tensor(index), persistent=False)
-        self.image = observation_space.dtype == np.uint8 and len(shape) >= 2 and sorted(shape)[-2] >= 36
+        self.image = observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
         if self.image:  # the convolutional encoder of Mnih et al. 2015
             image = torch.zeros(1, *shape)
             self.channels_last = len(shape) == 3 and shape[2] <= 4
@@ -397,7 +398,7 @@ def sample_segments(advantages, num_segments, alpha, beta):
 
     Draws num_segments indices by stratified sampling (their appendix B.2.1: one draw from each of num_segments equal slices
     of the total probability), so with alpha = 0 no segment comes twice in a minibatch. Returns the indices (num_segments) int64
-    and the importance weights (N p_i)^-beta (num_segments) float32. beta: a tensor, since it changes every iteration.
+    and the importance weights (N p_i)^-beta (num_segments) float32.
     """
     priorities = advantages.abs().sum(0) ** alpha
     priorities = priorities + 1e-6 * priorities.mean() + 1e-12  # all advantages zero: uniform
@@ -473,13 +474,9 @@ def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update).
+    """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
 
-    torch.optim.Muon does the same; this one takes its learning rate as a tensor, so that a CUDA graph or a compiled step
-    sees it change.
-    """
-
-    def __init__(self, parameters, lr: torch.Tensor, momentum: float):
+    def __init__(self, parameters, lr: float, momentum: float):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
@@ -492,21 +489,17 @@ class Muon(torch.optim.Optimizer):
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
                 update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
                 rows, columns = parameter.shape
-                parameter.sub_(update * (group["lr"] * max(1, rows / columns) ** 0.5))
+                parameter.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
-    """Muon for matrices with Adam for the rest, or Adam for all. Learning rates are tensors on the parameters' device."""
-    device = agent.critic.weight.device
+    """Muon for matrices with Adam for the rest, or Adam for all."""
     adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True)
     if args.optimizer == "adam":
-        return [adam(agent.parameters(), lr=torch.tensor(args.learning_rate, device=device), betas=(args.momentum, 0.999))]
+        return [adam(agent.parameters(), lr=args.learning_rate, betas=(args.momentum, 0.999))]
     matrices = [p for p in agent.parameters() if p.ndim == 2 and p is not getattr(agent, "actor_logstd", None)]
     rest = [p for p in agent.parameters() if not any(p is m for m in matrices)]
-    return [
-        Muon(matrices, lr=torch.tensor(args.learning_rate, device=device), momentum=args.momentum),
-        adam(rest, lr=torch.tensor(args.adam_learning_rate, device=device)),
-    ]
+    return [Muon(matrices, lr=args.learning_rate, momentum=args.momentum), adam(rest, lr=args.adam_learning_rate)]
 
 
 def anneal(schedule: str, progress: float) -> float:
@@ -530,10 +523,10 @@ def train(args: Args, resumed: dict | None = None) -> int:
     num_chunks = -(-args.minibatch_size // args.max_minibatch_size)
 
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
-    if args.load_weights:
+    if args.load_weights and not resumed:
         load_weights(agent, args.load_weights, "--load-weights")
     optimizers = make_optimizers(agent, args)
-    learning_rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    learning_rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     if args.compile:
         compile_hot_functions(args.compile_mode)
 
@@ -547,14 +540,15 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
-        step = envs.receive()
-        observations[t, step.agents] = torch.as_tensor(step.observations, device=device)
-        dones[t, step.agents] = torch.as_tensor(step.dones, device=device)
-        valid[t, step.agents] = torch.as_tensor(step.valid, device=device)
+        received = envs.receive()
+        agents = received.agents
+        observations[t, agents] = torch.as_tensor(received.observations)
+        dones[t, agents] = torch.as_tensor(received.dones)
+        valid[t, agents] = torch.as_tensor(received.valid)
         if t > 0:
-            reward = step.rewards.clip(-1, 1) if args.clip_rewards else step.rewards
-            rewards[t - 1, step.agents] = torch.as_tensor(reward, device=device)
-        return step.agents
+            reward = received.rewards.clip(-1, 1) if args.clip_rewards else received.rewards
+            rewards[t - 1, agents] = torch.as_tensor(reward)
+        return agents
 
     iteration, step = 0, 0
     if resumed:
@@ -562,14 +556,19 @@ def train(args: Args, resumed: dict | None = None) -> int:
         load_state_dict(agent, resumed["model"], "--resume")
         for optimizer, state in zip(optimizers, resumed["optimizers"]):
             try:
+                for group, saved in zip(optimizer.param_groups, state["param_groups"]):
+                    saved |= {key: value for key, value in group.items() if key not in ("params", "lr")}  # flags win
                 optimizer.load_state_dict(state)
             except (ValueError, KeyError) as error:
                 raise UsageError(f"--resume: the optimizer's state is not one of --optimizer {args.optimizer}") from error
         restore_rng(resumed["rng"])
     num_iterations = -(-args.total_timesteps // (N * T))
+    if iteration >= num_iterations:
+        raise UsageError(
+            f"--resume: this run is complete at {step} steps; give a larger --total-timesteps than {args.total_timesteps}"
+        )
     run = Run(args, agent, envs, resumed)
     phase = run.phase
-    statistics = torch.zeros(len(LOSSES), device=device)
     stop = StopSignals()
 
     try:
@@ -616,24 +615,28 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 progress = iteration / num_iterations
                 factor = anneal(args.anneal_lr, progress)
                 for group, lr in zip((group for optimizer in optimizers for group in optimizer.param_groups), learning_rates):
-                    group["lr"].fill_(lr * factor)
-                beta = torch.tensor(args.prio_beta0 + (1 - args.prio_beta0) * progress, device=device)
+                    group["lr"] = lr * factor
+                beta = args.prio_beta0 + (1 - args.prio_beta0) * progress
                 ratio.fill_(1)
-                statistics.zero_()
+                statistics, updates = torch.zeros(len(LOSSES), device=device), 0
                 for _ in range(num_minibatches):
                     advantages = compute_advantages(
                         values, next_value, rewards, dones, valid[:T], ratio,
                         args.gamma, args.gae_lambda, args.vtrace_rho_clip, args.vtrace_c_clip,
                     )  # fmt: skip
-                    index, importance = sample_segments(advantages, num_segments, args.prio_alpha, beta)
-                    mb_advantages, mb_values, mb_weight = advantages[:, index], values[:, index], valid[:T, index]
+                    if updates == 0:  # ratio 1, the rollout's values
+                        rollout_advantages, rollout_returns = advantages, advantages + values
+                    segments, importance = sample_segments(advantages, num_segments, args.prio_alpha, beta)
+                    # Values are clipped around the newest ones, as PuffeRL does.
+                    mb_advantages, mb_values, mb_weight = advantages[:, segments], values[:, segments], valid[:T, segments]
                     mb_returns = mb_advantages + mb_values
                     mb_weight = mb_weight / mb_weight.sum().clamp_min(1)
                     if args.norm_adv:
                         mb_advantages = normalize_advantages(mb_advantages, mb_weight)
                     mb_advantages = mb_advantages * importance
+                    mb_losses = torch.zeros(len(LOSSES) - 1, device=device)
                     for chunk in torch.arange(num_segments, device=device).chunk(num_chunks):
-                        rows = index[chunk]
+                        rows = segments[chunk]
                         hidden = LSTM.apply(
                             encode(agent, observations[:T], rows),
                             start_h[rows],
@@ -647,32 +650,33 @@ def train(args: Args, resumed: dict | None = None) -> int:
                         )  # fmt: skip
                         loss.backward()
                         ratio[:, rows], values[:, rows] = logratio.exp(), newvalues
-                        statistics[:7] += losses / num_minibatches
+                        mb_losses += losses
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    statistics[7] += grad_norm / num_minibatches
+                    statistics, updates = statistics + torch.cat((mb_losses, grad_norm[None])), updates + 1
                     for optimizer in optimizers:
                         optimizer.step()
                         optimizer.zero_grad(set_to_none=False)
-                    if args.target_kl is not None and losses[4] > args.target_kl:
+                    if args.target_kl is not None and mb_losses[4] > args.target_kl:
                         break
+                statistics = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
 
             iteration, step = iteration + 1, step + N * T
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
 
             # LOGGING, CHECKPOINT
             with phase("log"):
-                if not torch.isfinite(statistics).all():
-                    broken = [name for name, value in zip(LOSSES, statistics.tolist()) if not np.isfinite(value)]
+                if broken := [name for name, value in statistics.items() if not np.isfinite(value)]:
                     raise TrainingDiverged(
-                        f"{', '.join(broken)} not finite at step {step}; the last good checkpoint is kept; try a lower --learning-rate or --detect-anomaly"
+                        f"{', '.join(broken)} not finite at step {step}; the last good checkpoint is kept; "
+                        "try a lower --learning-rate, or --detect-anomaly"
                     )
-                done = iteration == num_iterations
-                if iteration == 1 or iteration % args.log_interval == 0 or done:
-                    variance = (advantages + values).var()
-                    explained_variance = 1 - advantages.var() / variance if variance > 0 else torch.tensor(float("nan"))
-                    losses = dict(zip(LOSSES, statistics.tolist()), explained_variance=float(explained_variance))
-                    run.log(iteration, step, losses, float(optimizers[0].param_groups[0]["lr"]))
-                if iteration % args.checkpoint_interval == 0 or done:
+                last = iteration == num_iterations
+                if iteration == 1 or iteration % args.log_interval == 0 or last:
+                    counted = valid[:T] > 0
+                    explained_variance = 1 - rollout_advantages[counted].var() / rollout_returns[counted].var()
+                    statistics["explained_variance"] = float(explained_variance)
+                    run.log(iteration, step, statistics, optimizers[0].param_groups[0]["lr"])
+                if iteration % args.checkpoint_interval == 0 or last:
                     run.save_checkpoint(iteration, step, optimizers)
         exit_reason = stop.name or ("time_limit" if run.out_of_time and iteration < num_iterations else "completed")
         if exit_reason != "completed":
@@ -685,10 +689,11 @@ def train(args: Args, resumed: dict | None = None) -> int:
         exit_reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        envs.close()
-        run.close(exit_reason, iteration, step)
+        try:
+            envs.close()
+        finally:
+            run.close(exit_reason, iteration, step)
     if exit_reason.startswith(("diverged", "worker")):
-        print(f"error: {exit_reason}", file=sys.stderr)
         return 1
     return 128 + stop.signum if stop.signum else 0
 
@@ -763,7 +768,6 @@ class Envs:
     def reset(self):
         self.check_workers()
         self.vecenv.async_reset(self.seed)
-        self.fresh = np.ones(self.num_agents, bool)
 
     def receive(self) -> Step:
         if self.processes:  # PufferLib wants recv and send in turn; two groups are received before either is sent to
@@ -774,23 +778,16 @@ class Envs:
         agents = slice(int(ids[0]), int(ids[-1]) + 1)
         n = agents.stop - agents.start
         ended = np.logical_or(terminals, truncations)
-        if self.fresh[agents].any():  # the first observations of all: nothing came before
-            self.fresh[agents], dones = False, np.ones(n, np.float32)
-            self.ended[agents] = ended = np.zeros(n, bool)
-            rewards = np.zeros(n, np.float32)
-        else:
-            acted = ~self.ended[agents]
-            self.returns[agents] += rewards * acted
-            self.lengths[agents] += acted
-            if (finished := ended & acted).any():
-                for agent in np.flatnonzero(finished) + agents.start:
-                    self.episodes.append((int(agent), float(self.returns[agent]), int(self.lengths[agent])))
-                    self.returns[agent], self.lengths[agent] = 0, 0
-            if self.emulated:  # the observation after the end is the last one; the next `send` resets
-                dones = terminals | self.ended[agents]
-                self.ended[agents] = ended
-            else:  # C environments reset in the same step: this observation is the next episode's first
-                dones = ended
+        acted = ~self.ended[agents]  # False at the first observation of all, and after an end that the next `send` reset
+        self.returns[agents] += rewards * acted
+        self.lengths[agents] += acted
+        for agent in np.flatnonzero(ended & acted) + agents.start:
+            self.episodes.append((int(agent), float(self.returns[agent]), int(self.lengths[agent])))
+            self.returns[agent], self.lengths[agent] = 0, 0
+        # An emulated environment shows the last observation, and the next `send` resets. C environments reset in the same step: this
+        # observation is the next episode's first, and a truncation cannot bootstrap, since its last observation is never shown.
+        dones = self.ended[agents] | (terminals if self.emulated else ended)
+        self.ended[agents] = ended if self.emulated else False
         valid = mask & ~ended if self.emulated else mask
         for info in infos:
             weight = info.get("n", 1)
@@ -808,7 +805,7 @@ class Envs:
         if self.low is not None:
             actions = np.clip(actions.reshape(-1, *self.low.shape), self.low, self.high)
         elif not self.single_action_space.shape:
-            actions = actions[:, 0]
+            actions = actions[:, 0] + getattr(self.single_action_space, "start", 0)
         if self.processes:
             self.vecenv.flag, self.vecenv.w_slice = pufferlib.vector.SEND, self.received.pop(0)
         self.vecenv.send(actions.astype(self.action_dtype))
@@ -819,10 +816,11 @@ class Envs:
         self.closed = True
         if self.processes:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for process in self.processes:
+            process.kill()  # nothing of theirs is worth a wait, and they ignore SIGTERM
         self.vecenv.close()
         for process in self.processes:
-            process.join(timeout=2)
-            process.kill()
+            process.join()
 
 
 def seed_everything(seed: int, deterministic: bool = True):
@@ -869,7 +867,10 @@ def environment_class(env_id: str):
 
 
 def make_gymnasium(gym_id: str, buf=None, seed=0, **kwargs):
-    env = pufferlib.EpisodeStats(gym.make(gym_id, **kwargs))
+    env = gym.make(gym_id, **kwargs)
+    if isinstance(env.observation_space, gym.spaces.Discrete):  # PufferLib packs a lone Discrete into nothing
+        env = gym.wrappers.FlattenObservation(env)  # one-hot
+    env = pufferlib.EpisodeStats(env)
     return pufferlib.emulation.GymnasiumPufferEnv(env=env, buf=buf, seed=seed)
 
 
@@ -884,8 +885,8 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
     PufferLib gives environments of different workers the same seeds, and its workers outlive a killed parent.
     """
     if os.getpid() != parent:  # a worker
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group; the parent decides
+            signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
         if os.getppid() != parent:
@@ -991,16 +992,14 @@ def load_weights(agent: Agent, path: str, flag: str):
     """Loads a .pt (ours or PufferLib's) or PufferLib's flat float32 .bin (parameters in its order, which is ours)."""
     data = read_bytes(path, flag)
     if path.endswith(".bin"):
-        flat, parameters = (
-            torch.frombuffer(bytearray(data), dtype=torch.float32) if data and len(data) % 4 == 0 else torch.empty(0),
-            list(agent.parameters()),
-        )
+        parameters = list(agent.parameters())
+        flat = torch.frombuffer(bytearray(data), dtype=torch.float32) if data and len(data) % 4 == 0 else torch.empty(0)
         total = sum(p.numel() for p in parameters)
         if len(flat) != total:
             raise UsageError(
                 f"{flag} {path}: {len(data)} bytes, but this network has {total} float32 parameters; do --env-id and --hidden-size match?"
             )
-        nn.utils.vector_to_parameters(flat, parameters)
+        nn.utils.vector_to_parameters(flat.to(parameters[0].device), parameters)
         return
     state = load_tensors(data, f"{flag} {path}")
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
@@ -1062,7 +1061,7 @@ def restore_rng(state: dict):
 
 def find_run(path: str, output_dir: str, flag: str) -> str:
     """The folder of a run, given itself, a file in it, or "latest" (the newest in output_dir that has a checkpoint)."""
-    if flag == "--resume" and path.endswith(".pt") and not path.rpartition("/")[2].startswith(("trainer_state", "model_")):
+    if flag == "--resume" and path.endswith(".pt") and path.rpartition("/")[2] != "trainer_state.pt":
         raise UsageError(f"{flag} {path}: not a trainer_state.pt, nor the folder of a run")
     if path != "latest":
         return path.rstrip("/").rpartition("/")[0] or "." if path.endswith(".pt") else path.rstrip("/")
@@ -1115,7 +1114,9 @@ class StopSignals:
         if self.signum == signal.SIGINT == signum:
             raise KeyboardInterrupt
         self.signum, self.name = signum, signal.Signals(signum).name.lower()
-        warn(f"{signal.Signals(signum).name}: finishing this step, writing a checkpoint")
+        os.write(
+            2, f"{signal.Signals(signum).name}: finishing this step, writing a checkpoint\n".encode()
+        )  # print is not reentrant
 
 
 def compile_hot_functions(mode: str):
@@ -1149,9 +1150,13 @@ class Run:
         self.folder = resumed["folder"] if resumed else f"{args.output_dir.rstrip('/')}/{name}"
         try:
             fs, inner = fsspec.url_to_fs(self.folder)
-            local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
-            self.local_folder = inner if local else f"runs/{name}"
+            self.local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
+            self.local_folder = (
+                inner if self.local else f"runs/{name}"
+            )  # TensorBoard and metrics.jsonl are written here as they come
             os.makedirs(self.local_folder, exist_ok=True)
+            fs.makedirs(inner, exist_ok=True)
+            write_atomically(f"{self.folder}/config.yaml", yaml.safe_dump(asdict(args), sort_keys=False).encode())
         except (OSError, ValueError, ImportError) as error:
             raise UsageError(f"--output-dir {args.output_dir}: cannot be written ({type(error).__name__}: {error})") from error
         history = []
@@ -1160,13 +1165,12 @@ class Run:
                 history = [
                     line for line in fs.cat_file(f"{inner}/metrics.jsonl").splitlines() if json_step(line) <= self.first_step
                 ]
-            write_atomically(f"{self.folder}/config.yaml", yaml.safe_dump(asdict(args), sort_keys=False).encode())
-            write_atomically(f"{self.folder}/metrics.jsonl", b"".join(line + b"\n" for line in history))
-            self.jsonl = fs.open(f"{inner}/metrics.jsonl", "ab")
+            write_atomically(f"{self.local_folder}/metrics.jsonl", b"".join(line + b"\n" for line in history))
+            self.jsonl = open(f"{self.local_folder}/metrics.jsonl", "ab")  # noqa: SIM115  (open as long as the run)
         # TensorBoard writes in a thread of its own: on a full disk, a line instead of its traceback.
         threading.excepthook = lambda failed: warn(f"{failed.thread.name}: {failed.exc_type.__name__}: {failed.exc_value}")
         if args.track:
-            with self.tolerate("W&B", Exception):
+            with self.tolerate("W&B"):
                 os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; an unreachable server should not cost more
                 import wandb
 
@@ -1181,7 +1185,7 @@ class Run:
         with self.tolerate("TensorBoard"):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(self.local_folder, purge_step=self.first_step or None)
+            self.writer = SummaryWriter(self.local_folder, purge_step=self.first_step + 1 if resumed else None)
             self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(asdict(args), sort_keys=False) + "```")
         if args.dashboard and sys.stderr.isatty():
             from rich.console import Console
@@ -1193,11 +1197,11 @@ class Run:
         print(f"run: {self.folder}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
-    def tolerate(self, what: str, errors=(OSError, ValueError)):
+    def tolerate(self, what: str):
         """A full disk or an unreachable service does not stop training: warns once, goes on."""
         try:
             yield
-        except errors as error:
+        except Exception as error:
             if what not in self.failed:
                 warn(f"{what} failed, training goes on: {type(error).__name__}: {error}")
             self.failed.add(what)
@@ -1215,7 +1219,7 @@ class Run:
 
     @property
     def out_of_time(self) -> bool:
-        return self.args.time_limit is not None and time.perf_counter() - self.start >= self.args.time_limit
+        return self.args.time_limit is not None and self.seconds >= self.args.time_limit
 
     def profiler_step(self, iteration: int):
         """--profile: a trace of iterations 6 to 8, after compilation."""
@@ -1258,23 +1262,24 @@ class Run:
         self.envs.logs.clear()
         self.row = {key: value for key, value in self.row.items() if key.startswith(("episodic", "env/"))} | row
         with self.tolerate("metrics.jsonl"):
+            row = {key: value for key, value in row.items() if value == value}  # JSON has no NaN
             self.jsonl.write(json.dumps(row).encode() + b"\n")
             self.jsonl.flush()
-        with self.tolerate("TensorBoard", Exception):
+        with self.tolerate("TensorBoard"):
             for key, value in row.items():
                 if key not in ("step", "time", "iteration", "episodes"):
                     self.writer.add_scalar(key if "/" in key else f"charts/{'SPS' if key == 'sps' else key}", value, step)
         if self.live:
-            with self.tolerate("dashboard", Exception):
+            with self.tolerate("dashboard"):
                 self.live.update(dashboard(self.args, self.row, self.folder), refresh=True)
-        else:
+        if not self.live or not sys.stdout.isatty():
             shown = {"step": f"{step}", "time": f"{now:.1f}", "sps": f"{sps:.0f}"}
             for key in ("env/score", "episodic_return", "episodic_length", "losses/approx_kl", "losses/entropy"):
                 shown |= {key.rpartition("/")[2]: f"{self.row[key]:.4g}"} if key in self.row else {}
             print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
 
     def save_checkpoint(self, iteration: int, step: int, optimizers: list[torch.optim.Optimizer]):
-        """The model first, then the trainer state that names it: at every moment one trainer state and its model are whole."""
+        """The model first, then the trainer state that names it: at every moment a trainer state and its model are whole."""
         model_file = f"model_{self.env_name}_{iteration:06d}.pt"
         state = {
             "iteration": iteration, "step": step, "seconds": self.seconds, "model_file": model_file, "config": asdict(self.args),
@@ -1282,16 +1287,19 @@ class Run:
         }  # fmt: skip
         with self.tolerate("checkpoint"):
             fs, inner = fsspec.url_to_fs(self.folder)
-            for name, content in ((model_file, to_pufferlib(self.agent)), ("trainer_state_new.pt", state)):
-                buffer = io.BytesIO()
-                torch.save(content, buffer)
-                write_atomically(f"{self.folder}/{name}", buffer.getvalue())
+            write_atomically(f"{self.folder}/{model_file}", serialized(to_pufferlib(self.agent)))
             if fs.exists(f"{inner}/trainer_state.pt"):
                 write_atomically(f"{self.folder}/trainer_state_previous.pt", fs.cat_file(f"{inner}/trainer_state.pt"))
-            write_atomically(f"{self.folder}/trainer_state.pt", buffer.getvalue())
-            fs.rm_file(f"{inner}/trainer_state_new.pt")
-            for old in sorted(fs.glob(f"{inner}/model_{self.env_name}_*.pt"))[: -max(self.args.keep_checkpoints, 2)]:
+            write_atomically(f"{self.folder}/trainer_state.pt", serialized(state))
+            models = sorted(fs.glob(f"{inner}/model_{self.env_name}_*.pt"), key=lambda path: (len(path), path))
+            for old in models[: -self.args.keep_checkpoints]:
                 fs.rm_file(old)
+            self.upload_metrics()
+
+    def upload_metrics(self):
+        if not self.local:
+            fs, inner = fsspec.url_to_fs(self.folder)
+            fs.put_file(f"{self.local_folder}/metrics.jsonl", f"{inner}/metrics.jsonl")
 
     def close(self, exit_reason: str, iteration: int, step: int):
         """Writes metrics.json, whatever the end is."""
@@ -1300,7 +1308,7 @@ class Run:
         cuda = self.args.device == "cuda"
         metrics = {
             "script": os.path.basename(__file__), "arguments": asdict(self.args), "command": sys.argv, "git_commit": git_commit(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__, "pufferlib": "3.0.0"},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__, "pufferlib": importlib.metadata.version("pufferlib")},
             "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": torch.cuda.get_device_name() if cuda else None},
             "seed": self.args.seed, "iterations": iteration, "timesteps": step, "seconds": seconds,
             "sps": trained / max(seconds - self.before, 1e-9), "sps_steady": (step - steady_step) / max(seconds - steady_time, 1e-9),
@@ -1309,28 +1317,36 @@ class Run:
             "phases": dict(self.phases), "final": {key: value for key, value in self.row.items() if key.startswith(("episodic", "env/", "losses/"))},
             "exit_reason": exit_reason,
         }  # fmt: skip
-        self.export_trace()
+        with self.tolerate("profile"):
+            self.export_trace()
         if self.live:
             self.live.stop()
         with self.tolerate("metrics.json"):
             write_atomically(f"{self.folder}/metrics.json", json.dumps(metrics, indent=1).encode())
         for closing in ("jsonl", "writer"):
-            with self.tolerate(closing, Exception):
+            with self.tolerate(closing):
                 getattr(self, closing).close()
+        with self.tolerate("metrics.jsonl"):
+            self.upload_metrics()
         if self.args.track and "W&B" not in self.failed:
-            with self.tolerate("W&B", Exception):
+            with self.tolerate("W&B"):
                 import wandb
 
                 wandb.finish()
-        print(
-            f"{exit_reason}: {step} steps in {seconds:.1f} s, {metrics['sps']:.0f} steps/s ({metrics['sps_steady']:.0f} after the start); {self.folder}",
-            file=sys.stderr,
-        )
+        failed = "" if exit_reason in ("completed", "time_limit", "sigint", "sigterm") else "error: "
+        speed = f"{metrics['sps']:.0f} steps/s ({metrics['sps_steady']:.0f} after the start)"
+        print(f"{failed}{exit_reason}: {step} steps in {seconds:.1f} s, {speed}; {self.folder}", file=sys.stderr)
 
 
 def weighted_mean(pairs: list[tuple[float, float]]) -> float:
     values, weights = zip(*pairs)
     return float(np.average(values, weights=weights)) if sum(weights) else float(np.mean(values))
+
+
+def serialized(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 def json_step(line: bytes) -> float:
@@ -1342,10 +1358,10 @@ def json_step(line: bytes) -> float:
 
 
 def git_commit() -> str | None:
-    result = subprocess.run(
-        ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"], capture_output=True, text=True
-    )
-    return result.stdout.strip() or None
+    with contextlib.suppress(OSError):
+        command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    return None
 
 
 def cpu_name() -> str:
@@ -1406,7 +1422,7 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
 def evaluate(args: Args) -> int:
     """Plays --eval-episodes episodes and prints their statistics: a line on stderr, JSON on stdout."""
     device = torch.device(args.device)
-    seed_everything(args.seed)
+    seed_everything(args.seed, args.torch_deterministic)
     if args.render:
         if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             raise UsageError("--render: no display here; use xvfb-run, or leave --render out")
@@ -1424,27 +1440,30 @@ def evaluate(args: Args) -> int:
         path = f"{folder}/{load_checkpoint(folder, '--evaluate')['model_file']}"
     load_weights(agent, path, "--evaluate")
     h, c = torch.zeros((2, envs.num_agents, args.hidden_size), device=device).unbind()
-    # The first episodes of every agent: taking whatever ends first would favour short episodes.
-    each = -(-args.eval_episodes // envs.num_agents)
-    counts, finished, logs, stop = np.zeros(envs.num_agents, int), [], defaultdict(list), StopSignals()
+    # Each agent's first episodes, exactly --eval-episodes in all: taking whatever ends first would favour short episodes.
+    n = envs.num_agents
+    quota = args.eval_episodes // n + (np.arange(n) < args.eval_episodes % n)
+    counts, finished, stop = np.zeros(n, int), [], StopSignals()
+
+    def logged_episodes() -> float:  # some C environments log episodes without ever flagging an end
+        return sum(count for count, _ in envs.logs.get("n", ()))
+
     envs.reset()
     with torch.no_grad():
         weight, bias = agent.lstm_weights()
-        while len(finished) < args.eval_episodes and not stop.signum:
+        while (counts < quota).any() and not stop.signum and (finished or logged_episodes() < args.eval_episodes):
             step = envs.receive()
             noise = agent.sampling_noise(envs.num_agents, device=device, deterministic=args.deterministic)
             observations, dones = torch.as_tensor(step.observations, device=device), torch.as_tensor(step.dones, device=device)
             actions, _, _, h, c = policy_step(agent, observations, dones, h, c, weight, bias, noise)
             for number, episodic_return, length in envs.episodes:
-                counts[number] += 1
-                if counts[number] <= each:
+                if counts[number] < quota[number]:
+                    counts[number] += 1
                     finished.append((episodic_return, length))
             envs.episodes.clear()
             if args.render:
                 envs.vecenv.driver_env.render()
             envs.send(actions.cpu().numpy())
-    for key, pairs in envs.logs.items():
-        logs[key] = weighted_mean(pairs)
     envs.close()
     result = {
         "checkpoint": path,
@@ -1461,15 +1480,15 @@ def evaluate(args: Args) -> int:
                 f"{name}: {data.mean():.2f} ± {error:.2f} (standard error), from {data.min():g} to {data.max():g}, {len(data)} episodes",
                 file=sys.stderr,
             )
-    result["env"] = logs
+    result["env"] = {key: weighted_mean(pairs) for key, pairs in envs.logs.items()}
     print(json.dumps(result))
     return 128 + stop.signum if stop.signum else 0
 
 
 LIMITS = {  # argument: (least, most), so that a slip of the hand is caught before an hour of training
     "seed": (0, 2**31 - 1), "num_envs": (1, None), "num_workers": (1, None), "num_steps": (1, None), "minibatch_size": (1, None), "max_minibatch_size": (1, None),
-    "total_timesteps": (1, None), "hidden_size": (1, None), "log_interval": (1, None), "checkpoint_interval": (1, None), "keep_checkpoints": (1, None),
-    "eval_episodes": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "adam_learning_rate": (0, None), "momentum": (0, 1), "gamma": (0, 1),
+    "total_timesteps": (1, None), "hidden_size": (1, None), "log_interval": (1, None), "checkpoint_interval": (1, None), "keep_checkpoints": (2, None),
+    "eval_episodes": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "adam_learning_rate": (0, None), "momentum": (0, 0.9999), "gamma": (0, 1),
     "gae_lambda": (0, 1), "update_epochs": (0, None), "clip_coef": (0, None), "vf_clip_coef": (0, None), "vf_coef": (0, None), "ent_coef": (0, None),
     "max_grad_norm": (0, None), "target_kl": (0, None), "vtrace_rho_clip": (0, None), "vtrace_c_clip": (0, None), "prio_alpha": (0, None), "prio_beta0": (0, 1),
 }  # fmt: skip
@@ -1489,10 +1508,6 @@ def check_args(args: Args):
     ):
         raise UsageError(
             f"--max-minibatch-size {args.max_minibatch_size}: must divide --minibatch-size {args.minibatch_size} and be a multiple of --num-steps {args.num_steps}"
-        )
-    if args.compile and args.compile_mode not in ("default", *torch._inductor.list_mode_options()):
-        raise UsageError(
-            f"--compile-mode {args.compile_mode}: must be one of default, {', '.join(torch._inductor.list_mode_options())}"
         )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
@@ -1533,6 +1548,13 @@ def config_to_flags(config: Any, source: str) -> tuple[list[str], dict[str, Any]
     return flags, env
 
 
+def parse_value(flag: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{flag} {text}: not a YAML value") from error
+
+
 def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config (or the run that --resume or --evaluate names), then the command line. Raises UsageError."""
     given, env, rest = {}, {}, list(argv)
@@ -1543,7 +1565,7 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
         if name.startswith("--env."):
             if not equals and not rest:
                 raise UsageError(f"{name}: needs a value")
-            env[name[6:].replace("-", "_")] = yaml.safe_load(value if equals else rest.pop(0))
+            env[name[6:].replace("-", "_")] = parse_value(name, value if equals else rest.pop(0))
             continue
         flags.append(word)
         if name in ("--config", "--resume", "--evaluate", "--output-dir", "--output_dir"):
@@ -1576,7 +1598,7 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
         lines = [line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]]
         text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
         raise UsageError(f"{text} (see --help)") from error
-    args.env = base_env | {key: yaml.safe_load(value) for key, value in args.env.items()} | env
+    args.env = base_env | {key: parse_value(f"--env.{key}", value) for key, value in args.env.items()} | env
     check_args(args)
     return args, resumed
 
@@ -1589,6 +1611,9 @@ def main() -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except WorkerDied as error:  # while starting; train() reports one that dies later
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

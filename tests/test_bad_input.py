@@ -85,7 +85,7 @@ def the_line(code: int, stderr: str) -> str:
         ("--no-such-flag 3", "--no-such-flag"),
         ("--device tpu", "--device tpu cpu cuda"),
         ("--optimizer sgd", "--optimizer sgd muon adam"),
-        ("--compile --compile-mode fastest", "--compile-mode fastest reduce-overhead"),
+        ("--compile --compile-mode fastest", "--compile-mode fastest default"),
         ("--env.nonsense 3", "--env.nonsense breakout frameskip"),
         ("--env.frameskip", "--env.frameskip value"),
         ("--env.frameskip often", "frameskip"),
