@@ -88,7 +88,7 @@ class Args:
     # Algorithm
     total_timesteps: int = 25_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.02
+    learning_rate: float = 0.03
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
@@ -120,7 +120,7 @@ class Args:
     """clip range of the value"""
     vf_coef: float = 2.0
     """weight of the value loss"""
-    ent_coef: float = 0.002
+    ent_coef: float = 0.003
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
@@ -661,7 +661,6 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 statistics = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
 
             iteration, step = iteration + 1, step + N * T
-            observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
 
             # LOGGING, CHECKPOINT
             with phase("log"):
@@ -678,6 +677,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
                     run.log(iteration, step, statistics, optimizers[0].param_groups[0]["lr"])
                 if iteration % args.checkpoint_interval == 0 or last:
                     run.save_checkpoint(iteration, step, optimizers)
+            observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]  # the next segment begins where this one ended
         exit_reason = stop.name or ("time_limit" if run.out_of_time and iteration < num_iterations else "completed")
         if exit_reason != "completed":
             run.save_checkpoint(iteration, step, optimizers)
