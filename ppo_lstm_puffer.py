@@ -677,7 +677,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
                     run.log(iteration, step, statistics, optimizers[0].param_groups[0]["lr"])
                 if iteration % args.checkpoint_interval == 0 or last:
                     run.save_checkpoint(iteration, step, optimizers)
-            observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]  # the next segment begins where this one ended
+            # The next segment begins where this one ended.
+            observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
         exit_reason = stop.name or ("time_limit" if run.out_of_time and iteration < num_iterations else "completed")
         if exit_reason != "completed":
             run.save_checkpoint(iteration, step, optimizers)
