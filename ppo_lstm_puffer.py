@@ -1612,6 +1612,9 @@ def main() -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read stdout has gone (`--help | head`); the interpreter's last flush must not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except WorkerDied as error:  # while starting; train() reports one that dies later
         print(f"error: {error}", file=sys.stderr)
         return 1
