@@ -1375,6 +1375,7 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
     """What a terminal shows while training."""
     from rich.columns import Columns
     from rich.console import Group
+    from rich.padding import Padding
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -1414,7 +1415,8 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
     sections = {"run": summary | system, "time": shares, "episodes": dict(list(episodes.items())[:12]), "losses": losses}
     tables = [table(title, rows) for title, rows in sections.items() if rows]
     bar = ProgressBar(total=args.total_timesteps, completed=min(row["step"], args.total_timesteps))
-    return Panel(Group(bar, Columns(tables, padding=(0, 2))), title=f"{args.exp_name} · {args.env_id}", subtitle=folder)
+    # Padding ends the bar's line, which ProgressBar does not.
+    return Panel(Group(Padding(bar, 0), Columns(tables, padding=(0, 2))), title=f"{args.exp_name} · {args.env_id}", subtitle=folder)
 
 
 # PLUMBING: evaluation, command line ---------------------------------------------------------------------------------------
