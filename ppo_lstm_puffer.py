@@ -918,11 +918,11 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     ]:
         known = ", ".join(key for key in parameters if key not in ("self", "buf", "seed"))
         raise UsageError(f"--env.{unknown[0]}: {args.env_id} takes no such argument; it takes {known}")
+    if backend == "multiprocessing" and num_envs % args.num_workers:
+        raise UsageError(f"--num-envs {num_envs}: must be a multiple of --num-workers {args.num_workers}")
     copies, kwargs = num_envs, dict(args.env)
     if is_native:  # one object steps many environments
-        copies = {"native": 1, "serial": 1, "multiprocessing": args.num_workers}[backend]
-        if num_envs % copies:
-            raise UsageError(f"--num-envs {num_envs}: must be a multiple of --num-workers {args.num_workers}")
+        copies = args.num_workers if backend == "multiprocessing" else 1
         kwargs.setdefault("num_envs", num_envs // copies)
     creator = functools.partial(make_one, make, seed, os.getpid(), kwargs)
     try:
@@ -930,8 +930,6 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
             return Envs(creator(), seed)
         if backend == "serial":
             return Envs(pufferlib.vector.make(creator, backend="Serial", num_envs=copies), seed)
-        if copies % args.num_workers:
-            raise UsageError(f"--num-envs {num_envs}: must be a multiple of --num-workers {args.num_workers}")
         batch = copies // 2 if args.num_workers % 2 == 0 else copies  # two halves: one steps while the policy acts on the other
         return Envs(
             pufferlib.vector.make(
@@ -1152,9 +1150,8 @@ class Run:
         try:
             fs, inner = fsspec.url_to_fs(self.folder)
             self.local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
-            self.local_folder = (
-                inner if self.local else f"runs/{name}"
-            )  # TensorBoard and metrics.jsonl are written here as they come
+            # TensorBoard and metrics.jsonl are written here as they come.
+            self.local_folder = inner if self.local else f"runs/{name}"
             os.makedirs(self.local_folder, exist_ok=True)
             fs.makedirs(inner, exist_ok=True)
             write_atomically(f"{self.folder}/config.yaml", yaml.safe_dump(asdict(args), sort_keys=False).encode())

@@ -79,7 +79,7 @@ def main():
             )
     ratios = [one["ratio"] for one in rounds]
     result = {
-        "command": sys.argv,
+        "command": [word.replace(args.peer_python, "PEER_VENV/bin/python") for word in sys.argv],
         "git_commit": commit,
         "cpu": cpu,
         "rounds": rounds,
