@@ -21,6 +21,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import os
 import platform
@@ -32,7 +33,8 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -225,7 +227,8 @@ class Agent(nn.Module):
             self.encoder = nn.Sequential(layer_init(nn.Linear(int(np.prod(shape)), hidden_size)), nn.GELU())
         self.actor = layer_init(nn.Linear(hidden_size, num_logits), std=0.01)
         self.critic = layer_init(nn.Linear(hidden_size, 1), std=1.0)
-        self.lstm = nn.LSTM(hidden_size, hidden_size)  # holds the parameters; lstm() below does the computing
+        # The parameters of nn.LSTM; lstm_forward() below does the computing. torch.compile refuses the module itself.
+        self.lstm = nn.ParameterDict(list(nn.LSTM(hidden_size, hidden_size).named_parameters()))
         for name, parameter in self.lstm.named_parameters():
             nn.init.orthogonal_(parameter, 1.0) if "weight" in name else nn.init.zeros_(parameter)
 
@@ -291,56 +294,52 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
     return 2 * torch.sigmoid(2 * x) - 1
 
 
-def lstm_cell(gates, bias, c, keep, keep_next, h_out, h_next):
-    """One step after the matrix product. gates (N, 4H): pre-activations in, activations i, f, g, o out (in place).
-
-    c (N, H) float32: the cell state before the step. keep, keep_next (N, 1): 0 where an episode begins at this, at the next
-    step. Writes the output h (N, H), and h * keep_next as the next step's input. Returns the new cell state (N, H).
-    """
-    i, f, g, o = (gates.float() + bias).chunk(4, dim=1)
-    i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), tanh(g), torch.sigmoid(o)
-    c = f * (c * keep) + i * g
-    h = o * tanh(c)
-    gates.copy_(torch.cat((i, f, g, o), dim=1))
-    h_out.copy_(h)
-    h_next.copy_(h * keep_next)
-    return c
-
-
-def lstm_cell_backward(dh, dh_next, dc, gates, c, c_prev, keep, keep_next):
-    """The chain rule through `lstm_cell`. dh: from the layer above; dh_next: from the next step's product; dc: from its cell.
-
-    gates (N, 4H): activations in, gradients of the pre-activations out (in place). Returns the gradient of c_prev (N, H).
-    """
-    i, f, g, o = gates.float().chunk(4, dim=1)
-    tanh_c = tanh(c)
-    dh = dh.float() + dh_next.float() * keep_next
-    dc = dc + dh * o * (1 - tanh_c * tanh_c)
-    dc_prev = dc * f * keep  # before gates is overwritten: in float32, f is a view of it
-    gates.copy_(
-        torch.cat(
-            (dc * g * i * (1 - i), dc * (c_prev * keep) * f * (1 - f), dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)), dim=1
-        )
-    )
-    return dc_prev
+UNROLL = 16  # steps of the recurrence that torch.compile unrolls into one program; a longer segment runs it several times
 
 
 def lstm_forward(x, h, c, dones, weight, bias):
     """The LSTM over T steps, its state set to zero wherever dones is 1.
 
     x (T, N, F); h, c (N, H) float32: the state before the first step; dones (T, N); weight (4H, F + H); bias (4H).
-    Returns the outputs (T, N, H), the state (h, c) after the last step, and what the backward pass needs.
+    Returns the outputs (T, N, H), the state after the last step, and per step what the backward pass needs: lists of
+    the inputs [x | h] (N, F + H), the gates' activations i, f, g, o (N, 4H) and the cell states before it (N, H).
     """
-    (T, N, F), H = x.shape, h.shape[1]
-    keep = torch.cat((1 - dones, torch.ones_like(dones[:1]))).unsqueeze(-1)
-    inputs = torch.cat((x, x.new_empty(T, N, H)), dim=-1)  # (T, N, F + H): the encoder's features beside the masked h
-    inputs[0, :, F:] = h * keep[0]
-    outputs, gates, cs, last_h = x.new_empty(T, N, H), x.new_empty(T, N, 4 * H), [c], x.new_empty(N, H)
-    for t in range(T):
-        torch.mm(inputs[t], weight.t(), out=gates[t])
-        h_next = inputs[t + 1, :, F:] if t + 1 < T else last_h
-        cs.append(lstm_cell(gates[t], bias, cs[t], keep[t], keep[t + 1], outputs[t], h_next))
-    return outputs, last_h.float(), cs[T], (inputs, gates, cs, keep)
+    keep = (1 - dones).unsqueeze(-1)
+    outputs, inputs, gates, cells = [], [], [], []
+    for t in range(len(x)):
+        inputs.append(torch.cat((x[t], (h * keep[t]).to(x.dtype)), dim=1))
+        i, f, g, o = (torch.mm(inputs[t], weight.t()).float() + bias).chunk(4, dim=1)
+        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), tanh(g), torch.sigmoid(o)
+        gates.append(torch.cat((i, f, g, o), dim=1).to(x.dtype))
+        cells.append(c)
+        c = f * (c * keep[t]) + i * g
+        h = o * tanh(c)
+        outputs.append(h.to(x.dtype))
+    return torch.stack(outputs), h, c, (inputs, gates, cells)
+
+
+def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
+    """The chain rule through `lstm_forward`, its weights' gradients aside.
+
+    doutputs (T, N, H): gradients of the outputs; dh, dc (N, H): of the last state; gates, cells: its lists, the last cell
+    state appended. Returns the gradients of the gates' pre-activations (T, N, 4H), and of the first state.
+    """
+    keep, dgates = (1 - dones).unsqueeze(-1), [None] * len(doutputs)
+    for t in reversed(range(len(doutputs))):
+        i, f, g, o = gates[t].float().chunk(4, dim=1)
+        tanh_c = tanh(cells[t + 1])
+        dh = dh + doutputs[t].float()
+        dc = dc + dh * o * (1 - tanh_c * tanh_c)
+        di, df, dg, do = (
+            dc * g * i * (1 - i),
+            dc * (cells[t] * keep[t]) * f * (1 - f),
+            dc * i * (1 - g * g),
+            dh * tanh_c * o * (1 - o),
+        )
+        dgates[t] = torch.cat((di, df, dg, do), dim=1).to(doutputs.dtype)
+        dc = dc * f * keep[t]
+        dh = torch.mm(dgates[t], weight_hh).float() * keep[t]
+    return torch.stack(dgates), dh, dc
 
 
 class LSTM(torch.autograd.Function):
@@ -351,24 +350,31 @@ class LSTM(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, h, c, dones, weight, bias):
-        outputs, h, c, saved = lstm_forward(x, h, c, dones, weight, bias)
-        ctx.saved, ctx.weight = saved, weight
-        return outputs
+        outputs, inputs, gates, cells = [], [], [], []
+        for x_part, dones_part in zip(x.split(UNROLL), dones.split(UNROLL)):
+            output, h, c, saved = lstm_forward(x_part, h, c, dones_part, weight, bias)
+            outputs.append(output)
+            for steps, part in zip((inputs, gates, cells), saved):
+                steps.extend(part)
+        ctx.save_for_backward(dones, weight, *inputs, *gates, *cells, c)
+        return torch.cat(outputs)
 
     @staticmethod
-    def backward(ctx, dh):
-        (inputs, gates, cs, keep), weight = ctx.saved, ctx.weight
-        ctx.saved = None  # the activations are overwritten below: a second backward would be wrong, so let it fail
-        (T, N, _), H = dh.shape, cs[0].shape[1]
+    def backward(ctx, doutputs):
+        dones, weight, *saved = ctx.saved_tensors
+        T = len(doutputs)
+        inputs, gates, cells = saved[:T], saved[T : 2 * T], saved[2 * T :]
+        N, H = cells[0].shape
         weight_ih, weight_hh = weight[:, :-H], weight[:, -H:].contiguous()
-        dh_next, dc = torch.zeros_like(dh[0]), torch.zeros_like(cs[0])
-        for t in reversed(range(T)):
-            dc = lstm_cell_backward(dh[t], dh_next, dc, gates[t], cs[t + 1], cs[t], keep[t], keep[t + 1])
-            dh_next = torch.mm(gates[t], weight_hh)
-        dgates = gates.flatten(0, 1)
+        dh, dc, parts = torch.zeros_like(cells[0]), torch.zeros_like(cells[0]), []
+        for t in reversed(range(0, T, UNROLL)):
+            part, up_to = slice(t, t + UNROLL), slice(t, t + UNROLL + 1)
+            dgates, dh, dc = lstm_backward(doutputs[part], dh, dc, gates[part], cells[up_to], dones[part], weight_hh)
+            parts.insert(0, dgates)
+        dgates = torch.cat(parts).flatten(0, 1)
         dx = torch.mm(dgates, weight_ih).view(T, N, -1)
         dbias = torch.mm(dgates.new_ones(1, len(dgates)), dgates).squeeze(0)  # a product sums bfloat16 ten times faster than sum()
-        return dx, None, None, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
+        return dx, None, None, None, torch.mm(dgates.t(), torch.cat(inputs)), dbias.float()
 
 
 # ALGO LOGIC: advantages, priorities, loss ---------------------------------------------------------------------------------
@@ -393,19 +399,17 @@ def compute_advantages(values, next_value, rewards, dones, valid, ratio, gamma, 
     return advantages
 
 
-def sample_segments(advantages, num_segments, alpha, beta):
+def sample_segments(advantages, uniform, alpha, beta):
     """Prioritized segments (Schaul et al. 2016, proportional variant): p_i = (sum_t |A_ti|)^alpha / sum of the same.
 
-    Draws num_segments indices by stratified sampling (their appendix B.2.1: one draw from each of num_segments equal slices
-    of the total probability), so with alpha = 0 no segment comes twice in a minibatch. Returns the indices (num_segments) int64
-    and the importance weights (N p_i)^-beta (num_segments) float32.
+    Draws B indices by stratified sampling (their appendix B.2.1: one draw from each of B equal slices of the total
+    probability), so with alpha = 0 no segment comes twice in a minibatch. uniform (B): random numbers in [0, 1).
+    Returns the indices (B) int64 and the importance weights (N p_i)^-beta (B) float32.
     """
     priorities = advantages.abs().sum(0) ** alpha
     priorities = priorities + 1e-6 * priorities.mean() + 1e-12  # all advantages zero: uniform
     probabilities = priorities / priorities.sum()
-    points = (
-        torch.arange(num_segments, device=advantages.device) + torch.rand(num_segments, device=advantages.device)
-    ) / num_segments
+    points = (torch.arange(len(uniform), device=uniform.device) + uniform) / len(uniform)
     index = torch.searchsorted(probabilities.double().cumsum(0), points.double()).clamp_(max=len(probabilities) - 1)
     return index, (len(probabilities) * probabilities[index]) ** -beta
 
@@ -415,6 +419,24 @@ def normalize_advantages(advantages, weight):
     mean = (weight * advantages).sum()
     variance = (weight * (advantages - mean) ** 2).sum()
     return (advantages - mean) / (variance.sqrt() + 1e-8)
+
+
+def draw_minibatch(values, next_value, rewards, dones, valid, ratio, uniform, beta, args):
+    """Advantages from the newest values and ratios, and a minibatch of segments drawn by them; shapes as `compute_advantages`.
+
+    Returns the segments' indices (B), what `ppo_loss` needs of them, (T, B) each: advantages (normalized, times the importance
+    weight), returns, values, weight; and the advantages of all segments (T, N).
+    """
+    all_advantages = compute_advantages(
+        values, next_value, rewards, dones, valid, ratio, args.gamma, args.gae_lambda, args.vtrace_rho_clip, args.vtrace_c_clip
+    )
+    segments, importance = sample_segments(all_advantages, uniform, args.prio_alpha, beta)
+    advantages, values, weight = all_advantages[:, segments], values[:, segments], valid[:, segments]
+    returns = advantages + values
+    weight = weight / weight.sum().clamp_min(1)
+    if args.norm_adv:
+        advantages = normalize_advantages(advantages, weight)
+    return segments, advantages * importance, returns, values, weight, all_advantages
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_values, weight, args):
@@ -456,9 +478,20 @@ def policy_step(agent, observations, dones, h, c, weight, bias, noise):
     return actions, logprobs, values, h, c
 
 
-def encode(agent, observations, index):
-    """Features (T, B, hidden) of the segments index (B) out of observations (T, N, *obs)."""
-    return agent.encode(observations[:, index])
+def act(agent, observations, dones, h, c, weight, bias, noise, actions, logprobs, values):
+    """`policy_step` in place: writes actions, logprobs, values and the next h and c."""
+    for stored, result in zip(
+        (actions, logprobs, values, h, c), policy_step(agent, observations, dones, h, c, weight, bias, noise)
+    ):
+        stored.copy_(result)
+
+
+def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, advantages, returns, values, weight, args):
+    """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones, actions, logprobs."""
+    features = agent.encode(observations[:, segments])
+    hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
+    # Values are clipped around the newest ones, as PuffeRL does.
+    return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], advantages, returns, values, weight, args)
 
 
 def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -473,11 +506,20 @@ def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return x.t() if update.shape[0] > update.shape[1] else x
 
 
+def muon_step(parameter, gradient, momentum_buffer, lr, momentum: float):
+    """One step of `Muon` for one matrix, in place. lr: a tensor, so that its schedule compiles once."""
+    momentum_buffer.lerp_(gradient, 1 - momentum)
+    update = newton_schulz(gradient.lerp(momentum_buffer, momentum))  # Nesterov
+    rows, columns = parameter.shape
+    parameter.sub_(update * (lr * max(1, rows / columns) ** 0.5))
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
 
-    def __init__(self, parameters, lr: float, momentum: float):
+    def __init__(self, parameters, lr: float, momentum: float, parallel=map):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self.parallel = parallel  # matrices do not wait for each other
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -485,21 +527,36 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter not in self.state:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = self.state[parameter]["momentum_buffer"]
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
-                rows, columns = parameter.shape
-                parameter.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
+            lr = torch.as_tensor(group["lr"], device=group["params"][0].device)
+            steps = [
+                (p.detach(), p.grad, self.state[p]["momentum_buffer"], lr, group["momentum"])
+                for p in sorted(group["params"], key=torch.numel, reverse=True)  # the longest first
+            ]
+            list(self.parallel(torch.no_grad()(lambda arguments: muon_step(*arguments)), steps))
 
 
-def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
+def make_optimizers(agent: Agent, args: Args, parallel=map) -> list[torch.optim.Optimizer]:
     """Muon for matrices with Adam for the rest, or Adam for all."""
     adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True)
     if args.optimizer == "adam":
         return [adam(agent.parameters(), lr=args.learning_rate, betas=(args.momentum, 0.999))]
     matrices = [p for p in agent.parameters() if p.ndim == 2 and p is not getattr(agent, "actor_logstd", None)]
     rest = [p for p in agent.parameters() if not any(p is m for m in matrices)]
-    return [Muon(matrices, lr=args.learning_rate, momentum=args.momentum), adam(rest, lr=args.adam_learning_rate)]
+    return [Muon(matrices, args.learning_rate, args.momentum, parallel), adam(rest, lr=args.adam_learning_rate)]
+
+
+def even_shares(n: int, most: int, least: int) -> int:
+    """Into how many equal shares n things are split: at most `most`, none smaller than `least`."""
+    return next(k for k in range(most, 0, -1) if k == 1 or (n % k == 0 and n // k >= least))
+
+
+class Inline(Executor):
+    """Runs what is submitted at once: one thread, a GPU, or an iteration that compiles."""
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
 
 
 def anneal(schedule: str, progress: float) -> float:
@@ -515,28 +572,38 @@ def train(args: Args, resumed: dict | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
     device = torch.device(args.device)
     seed_everything(args.seed + (resumed["iteration"] if resumed else 0), args.torch_deterministic)
-    envs = make_envs(args, seed=args.seed + (resumed["iteration"] if resumed else 0))
+    # On a CPU every core is a thread that takes its share of a minibatch: that wastes less than to share each product.
+    # While some agents' environments step, the policy acts for the others.
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    executor, pool = Inline(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    envs = make_envs(args, seed=args.seed + (resumed["iteration"] if resumed else 0), num_groups=min(threads, 2))
     T, N = args.num_steps, envs.num_agents
     check_sizes(args, N)
     num_segments = args.minibatch_size // T
     num_minibatches = max(1, round(args.update_epochs * N * T / args.minibatch_size))
-    num_chunks = -(-args.minibatch_size // args.max_minibatch_size)
+    shares = even_shares(num_segments, threads, least=16)
+    num_chunks = shares * -(-args.minibatch_size // (shares * args.max_minibatch_size))
 
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
     if args.load_weights and not resumed:
         load_weights(agent, args.load_weights, "--load-weights")
-    optimizers = make_optimizers(agent, args)
+    parameters = list(agent.parameters())
+    optimizers = make_optimizers(agent, args, pool.map if threads > 1 else map)
     learning_rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     if args.compile:
-        compile_hot_functions(args.compile_mode)
+        compile_hot_functions(args.compile_mode, args.device, T)
 
     # STORAGE: time first. Row T of observations and dones is what follows the segment; it becomes row 0 of the next.
     observations = torch.zeros((T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device)
     dones = torch.ones((T + 1, N), device=device)
     valid = torch.ones((T + 1, N), device=device)
     actions = torch.zeros((T, N, *envs.action_shape), dtype=torch.float32 if agent.continuous else torch.int64, device=device)
-    logprobs, values, rewards, ratio = torch.zeros((4, T, N), device=device).unbind()
-    h, c = torch.zeros((2, N, args.hidden_size), device=device).unbind()
+    logprobs, values, rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(4))
+    next_value = torch.zeros(N, device=device)
+    h, c = (torch.zeros((N, args.hidden_size), device=device) for _ in range(2))
 
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
@@ -550,9 +617,32 @@ def train(args: Args, resumed: dict | None = None) -> int:
             rewards[t - 1, agents] = torch.as_tensor(reward)
         return agents
 
-    iteration, step = 0, 0
+    @torch.no_grad()
+    def act_at(t: int, rows: slice, weight, bias, noise):
+        """Step t of the segment for some agents; at t = T only the value counts."""
+        arguments = agent, observations[t, rows], dones[t, rows], h[rows], c[rows], weight, bias, noise[t % T, rows]
+        if t == T:
+            next_value[rows] = policy_step(*arguments)[2]
+        else:
+            act(*arguments, actions[t, rows], logprobs[t, rows], values[t, rows])
+
+    def send(t: int, rows: slice, acted: Future):
+        """Waits for the policy's step t and hands its actions to the environments."""
+        with phase("policy"):
+            acted.result()
+        if t < T:
+            with phase("env"):
+                envs.send(actions[t, rows].cpu().numpy())
+
+    def learn(*minibatch):
+        """The gradients of the parameters on a share of a minibatch, and what else `minibatch_loss` returns."""
+        batch = (observations[:T], start_h, start_c, dones[:T], actions, logprobs)
+        loss, *results = minibatch_loss(agent, *batch, *minibatch, args)
+        return torch.autograd.grad(loss, parameters), *results
+
+    iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
+    first_iteration = iteration
     if resumed:
-        iteration, step = resumed["iteration"], resumed["step"]
         load_state_dict(agent, resumed["model"], "--resume")
         for optimizer, state in zip(optimizers, resumed["optimizers"]):
             try:
@@ -573,42 +663,32 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
     try:
         envs.reset()
-        groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two groups are double-buffered
+        groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together
         while iteration < num_iterations and not stop.signum and not run.out_of_time:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             run.profiler_step(iteration)
+            if threads > 1 and iteration > first_iteration:  # the first one compiles
+                executor = pool
             start_h, start_c = h.clone(), c.clone()
             with torch.no_grad():
                 weight, bias = agent.lstm_weights()
                 noise = agent.sampling_noise(T, N, device=device)
-                for t in range(T):
-                    for agents in groups:
-                        if t > 0:
-                            with phase("env"):
-                                receive(t)
-                        with phase("policy"):
-                            actions[t, agents], logprobs[t, agents], values[t, agents], h[agents], c[agents] = policy_step(
-                                agent,
-                                observations[t, agents],
-                                dones[t, agents],
-                                h[agents],
-                                c[agents],
-                                weight,
-                                bias,
-                                noise[t, agents],
-                            )
-                            action = actions[t, agents].cpu().numpy()
+            acting = deque()
+            for t in range(T + 1):  # T steps, and v_T: the carried state sees the next observation
+                for rows in groups:
+                    if t > 0:
                         with phase("env"):
-                            envs.send(action)
-                    if stop.signum:
-                        break
+                            receive(t)
+                    with phase("policy"):
+                        acting.append((t, rows, executor.submit(act_at, t, rows, weight, bias, noise)))
+                    if executor is not pool or len(acting) == len(groups):
+                        send(*acting.popleft())
                 if stop.signum:
                     break
-                with phase("env"):
-                    for _ in groups:
-                        receive(T)
-                with phase("policy"):  # v_T: the carried state sees the next observation; h and c stay as they are
-                    next_value = policy_step(agent, observations[T], dones[T], h, c, weight, bias, noise[0])[2]
+            while acting:
+                send(*acting.popleft())
+            if stop.signum:
+                break
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
             with phase("update"):
@@ -616,47 +696,28 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 factor = anneal(args.anneal_lr, progress)
                 for group, lr in zip((group for optimizer in optimizers for group in optimizer.param_groups), learning_rates):
                     group["lr"] = lr * factor
-                beta = args.prio_beta0 + (1 - args.prio_beta0) * progress
+                beta = torch.tensor(args.prio_beta0 + (1 - args.prio_beta0) * progress, device=device)
                 ratio.fill_(1)
                 statistics, updates = torch.zeros(len(LOSSES), device=device), 0
                 for _ in range(num_minibatches):
-                    advantages = compute_advantages(
-                        values, next_value, rewards, dones, valid[:T], ratio,
-                        args.gamma, args.gae_lambda, args.vtrace_rho_clip, args.vtrace_c_clip,
-                    )  # fmt: skip
+                    uniform = torch.rand(num_segments, device=device)
+                    *minibatch, advantages = draw_minibatch(
+                        values, next_value, rewards, dones, valid[:T], ratio, uniform, beta, args
+                    )
                     if updates == 0:  # ratio 1, the rollout's values
                         rollout_advantages, rollout_returns = advantages, advantages + values
-                    segments, importance = sample_segments(advantages, num_segments, args.prio_alpha, beta)
-                    # Values are clipped around the newest ones, as PuffeRL does.
-                    mb_advantages, mb_values, mb_weight = advantages[:, segments], values[:, segments], valid[:T, segments]
-                    mb_returns = mb_advantages + mb_values
-                    mb_weight = mb_weight / mb_weight.sum().clamp_min(1)
-                    if args.norm_adv:
-                        mb_advantages = normalize_advantages(mb_advantages, mb_weight)
-                    mb_advantages = mb_advantages * importance
-                    mb_losses = torch.zeros(len(LOSSES) - 1, device=device)
-                    for chunk in torch.arange(num_segments, device=device).chunk(num_chunks):
-                        rows = segments[chunk]
-                        hidden = LSTM.apply(
-                            encode(agent, observations[:T], rows),
-                            start_h[rows],
-                            start_c[rows],
-                            dones[:T, rows],
-                            *agent.lstm_weights(),
-                        )
-                        loss, logratio, newvalues, losses = ppo_loss(
-                            agent, hidden, actions[:, rows], logprobs[:, rows], mb_advantages[:, chunk],
-                            mb_returns[:, chunk], mb_values[:, chunk], mb_weight[:, chunk], args,
-                        )  # fmt: skip
-                        loss.backward()
-                        ratio[:, rows], values[:, rows] = logratio.exp(), newvalues
-                        mb_losses += losses
-                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    statistics, updates = statistics + torch.cat((mb_losses, grad_norm[None])), updates + 1
+                    chunks = executor.map(learn, *(tensor.chunk(num_chunks, dim=-1) for tensor in minibatch))
+                    gradients, logratios, newvalues, losses = zip(*chunks)
+                    for parameter, *parts in zip(parameters, *gradients):
+                        parameter.grad = sum(parts)
+                    segments = minibatch[0]
+                    ratio[:, segments], values[:, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
+                    grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                    losses = sum(losses)
+                    statistics, updates = statistics + torch.cat((losses, grad_norm[None])), updates + 1
                     for optimizer in optimizers:
                         optimizer.step()
-                        optimizer.zero_grad(set_to_none=False)
-                    if args.target_kl is not None and mb_losses[4] > args.target_kl:
+                    if args.target_kl is not None and losses[4] > args.target_kl:
                         break
                 statistics = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
 
@@ -727,6 +788,32 @@ class Step:
     rewards: np.ndarray
     dones: np.ndarray
     valid: np.ndarray
+
+
+class InterleavedEnvs:
+    """Copies of a C environment that take turns at recv and at send: while one steps, the policy acts for another."""
+
+    def __init__(self, copies: list):
+        self.copies, self.driver_env, self.emulated = copies, copies[0], None
+        self.single_observation_space, self.single_action_space = copies[0].single_observation_space, copies[0].single_action_space
+        self.agents_per_batch, self.num_agents = copies[0].num_agents, sum(copy.num_agents for copy in copies)
+        self.receiving, self.sending = itertools.cycle(enumerate(copies)), itertools.cycle(copies)
+
+    def async_reset(self, seed: int):
+        for i, copy in enumerate(self.copies):
+            copy.async_reset(seed + i)
+
+    def recv(self):
+        number, copy = next(self.receiving)
+        *received, ids, mask = copy.recv()
+        return *received, ids + number * self.agents_per_batch, mask
+
+    def send(self, actions):
+        next(self.sending).send(actions)
+
+    def close(self):
+        for copy in self.copies:
+            copy.close()
 
 
 class Envs:
@@ -832,6 +919,14 @@ def seed_everything(seed: int, deterministic: bool = True):
     torch.set_float32_matmul_precision("high")
 
 
+def keep_freed_memory():
+    """glibc returns freed blocks of some megabytes to the system, and clearing them anew cost a fifth of the time of an update."""
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
+
+
 def ocean_environments() -> dict[str, Any]:
     """Short name to class name or maker, for PufferLib's Ocean environments."""
     from pufferlib.ocean import environment as ocean
@@ -902,8 +997,8 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
     return env
 
 
-def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
-    """Vectorized environments as the arguments say. Raises UsageError."""
+def make_envs(args: Args, seed: int, num_envs: int | None = None, num_groups: int = 1) -> Envs:
+    """Vectorized environments as the arguments say; a C environment in num_groups groups, if large. Raises UsageError."""
     num_envs = num_envs or args.num_envs
     make = environment_class(args.env_id)
     parameters = inspect.signature(make).parameters
@@ -922,12 +1017,13 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
         raise UsageError(f"--num-envs {num_envs}: must be a multiple of --num-workers {args.num_workers}")
     copies, kwargs = num_envs, dict(args.env)
     if is_native:  # one object steps many environments
-        copies = args.num_workers if backend == "multiprocessing" else 1
+        grouped = even_shares(num_envs, num_groups, least=64)
+        copies = {"native": grouped, "serial": 1, "multiprocessing": args.num_workers}[backend]
         kwargs.setdefault("num_envs", num_envs // copies)
     creator = functools.partial(make_one, make, seed, os.getpid(), kwargs)
     try:
         if backend == "native":
-            return Envs(creator(), seed)
+            return Envs(creator() if copies == 1 else InterleavedEnvs([creator(seed=i) for i in range(copies)]), seed)
         if backend == "serial":
             return Envs(pufferlib.vector.make(creator, backend="Serial", num_envs=copies), seed)
         batch = copies // 2 if args.num_workers % 2 == 0 else copies  # two halves: one steps while the policy acts on the other
@@ -1118,7 +1214,7 @@ class StopSignals:
         )  # print is not reentrant
 
 
-def compile_hot_functions(mode: str):
+def compile_hot_functions(mode: str, device: str, num_steps: int):
     """Compiles what runs often. Without a C++ compiler, says so and stays eager."""
     from torch._inductor import cpp_builder
 
@@ -1127,8 +1223,11 @@ def compile_hot_functions(mode: str):
     except Exception:
         warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
         return
-    for function in (policy_step, encode, lstm_cell, lstm_cell_backward, ppo_loss, newton_schulz):
-        globals()[function.__name__] = torch.compile(function, mode=mode, dynamic=False)
+    # With the C++ wrapper on a CPU: its programs let go of Python's lock, so threads run side by side.
+    how = {"mode": mode} if device == "cuda" else {"options": {"cpp_wrapper": True}}
+    whole = [minibatch_loss] if num_steps <= 2 * UNROLL else [lstm_forward, lstm_backward, ppo_loss]
+    for function in (act, policy_step, draw_minibatch, muon_step, *whole):
+        globals()[function.__name__] = torch.compile(function, dynamic=False, **how)
 
 
 # PLUMBING: logging --------------------------------------------------------------------------------------------------------

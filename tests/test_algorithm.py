@@ -97,7 +97,7 @@ def recompute(data: SimpleNamespace, segment: int, reset: bool = True, carry: bo
     index = torch.randperm(data.N)
     dones = data.dones[segment][: data.T, index] * reset
     hidden = ppo.LSTM.apply(
-        ppo.encode(data.agent, data.observations[segment][: data.T], index),
+        data.agent.encode(data.observations[segment][: data.T, index]),
         data.start_h[segment][index] * carry,
         data.start_c[segment][index] * carry,
         dones,
@@ -482,15 +482,20 @@ def training(tmp_path_factory):
         precision="float32", compile=False, device="cpu", prio_alpha=0.0, learning_rate=0.0, adam_learning_rate=0.0,
         load_weights=str(folder / "weights.pt"), output_dir=str(folder / "runs"),
     )  # fmt: skip
-    records, original = [], {name: getattr(ppo, name) for name in ("compute_advantages", "encode", "lstm_forward", "ppo_loss")}
+    records, original = (
+        [],
+        {name: getattr(ppo, name) for name in ("compute_advantages", "minibatch_loss", "lstm_forward", "ppo_loss")},
+    )
 
     def compute_advantages(values, next_value, rewards, dones, valid, *rest):
-        records.append(SimpleNamespace(values=values.clone(), next_value=next_value, observations=[], dones=[], h=[], chunks=[]))
+        records.append(
+            SimpleNamespace(values=values.clone(), next_value=next_value.clone(), observations=[], dones=[], h=[], chunks=[])
+        )
         return original["compute_advantages"](values, next_value, rewards, dones, valid, *rest)
 
-    def encode(agent, observations, index):
-        records[-1].observations.append(observations[:, index, 0])
-        return original["encode"](agent, observations, index)
+    def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *rest):
+        records[-1].observations.append(observations[:, segments, 0])
+        return original["minibatch_loss"](agent, observations, h, c, dones, actions, logprobs, segments, *rest)
 
     def lstm_forward(x, h, c, dones, weight, bias):
         if len(x) > 1:  # the update, not a step of the policy
@@ -506,7 +511,7 @@ def training(tmp_path_factory):
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for listener in (compute_advantages, encode, lstm_forward, ppo_loss):
+            for listener in (compute_advantages, minibatch_loss, lstm_forward, ppo_loss):
                 patch.setattr(ppo, listener.__name__, listener)
             assert ppo.train(args) == 0
     finally:
@@ -553,7 +558,9 @@ SUMS = np.array([0.2, 2.0, 2.5, 0.4, 0.5, 3.5])
 @pytest.mark.parametrize("alpha", [0.0, 0.8, 1.5])
 def test_segments_are_sampled_with_their_probabilities(alpha, num_segments):
     torch.manual_seed(1)
-    draws = [ppo.sample_segments(ADVANTAGES, num_segments, alpha, torch.tensor(0.5))[0] for _ in range(4000 // num_segments)]
+    draws = [
+        ppo.sample_segments(ADVANTAGES, torch.rand(num_segments), alpha, torch.tensor(0.5))[0] for _ in range(4000 // num_segments)
+    ]
     counts = torch.cat(draws).bincount(minlength=6).numpy()
     # Stratified counts vary less than independent ones, so only the upper tail says that something is wrong.
     assert scipy.stats.chisquare(counts, SUMS**alpha / (SUMS**alpha).sum() * counts.sum()).pvalue > 1e-3
@@ -561,7 +568,7 @@ def test_segments_are_sampled_with_their_probabilities(alpha, num_segments):
 
 @pytest.mark.parametrize("beta", [0.2, 1.0])
 def test_importance_weights_undo_the_priorities(beta):
-    index, importance = ppo.sample_segments(ADVANTAGES, 6, 0.8, torch.tensor(beta))
+    index, importance = ppo.sample_segments(ADVANTAGES, torch.rand(6), 0.8, torch.tensor(beta))
     probabilities = SUMS**0.8 / (SUMS**0.8).sum()
     np.testing.assert_allclose(importance, (6 * probabilities[index]) ** -beta, rtol=1e-4)
 
@@ -570,7 +577,7 @@ def test_importance_weighting_is_unbiased_with_beta_one():
     torch.manual_seed(1)
     quantity, total = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0, 9.0]), 0.0
     for _ in range(2000):
-        index, importance = ppo.sample_segments(ADVANTAGES, 4, 0.8, torch.tensor(1.0))
+        index, importance = ppo.sample_segments(ADVANTAGES, torch.rand(4), 0.8, torch.tensor(1.0))
         total += float((importance * quantity[index]).mean())
     assert total / 2000 == pytest.approx(float(quantity.mean()), abs=0.15)
 
@@ -580,7 +587,7 @@ def test_alpha_zero_is_uniform_and_takes_no_segment_twice(num_segments):
     torch.manual_seed(1)
     counts = Counter()
     for _ in range(200):
-        index, importance = ppo.sample_segments(torch.randn(4, 64), num_segments, 0.0, torch.tensor(0.7))
+        index, importance = ppo.sample_segments(torch.randn(4, 64), torch.rand(num_segments), 0.0, torch.tensor(0.7))
         assert len(set(index.tolist())) == num_segments
         torch.testing.assert_close(importance, torch.ones(num_segments))
         counts.update(index.tolist())
@@ -589,7 +596,7 @@ def test_alpha_zero_is_uniform_and_takes_no_segment_twice(num_segments):
 
 def test_segments_without_any_advantage_are_sampled_uniformly():
     torch.manual_seed(1)
-    index, importance = ppo.sample_segments(torch.zeros(4, 8), 8, 0.8, torch.tensor(1.0))
+    index, importance = ppo.sample_segments(torch.zeros(4, 8), torch.rand(8), 0.8, torch.tensor(1.0))
     assert sorted(index.tolist()) == list(range(8))
     torch.testing.assert_close(importance, torch.ones(8))
 
