@@ -5,9 +5,12 @@
 #   - fetch the source archive without running its setup.py, and check its sha256;
 #   - make the folders whose absence would start a download (raylib for Linux is inside the archive);
 #   - drop impulse_wars, the one environment that needs Box2D;
-#   - NO_TRAIN=1 leaves out PufferLib's own trainer, its torch extension and its heavy requirements.
+#   - NO_TRAIN=1 leaves out PufferLib's own trainer, its torch extension and its heavy requirements
+#     (NO_TRAIN=0 bash install_pufferlib.sh ... builds the extension; only the benchmark's peers need it).
+# A second argument is a folder to keep the wheel in, and to take it from the next time.
 set -euo pipefail
-python=$(realpath --no-symlinks "${1:?usage: install_pufferlib.sh PYTHON}")
+export NO_TRAIN=${NO_TRAIN:-1}
+python=$(realpath --no-symlinks "${1:?usage: install_pufferlib.sh PYTHON [WHEEL_FOLDER]}")
 version=3.0.0
 sha256=7df3a3e3f5f894d78d2a1f5374097890aec01473183e748abefe4f3faa10eaa9
 fail() { echo "install_pufferlib.sh: $*" >&2; exit 1; }
@@ -23,6 +26,8 @@ include=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['include']
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
+wheels=${2:-$work/dist}
+pip install --no-deps "$wheels"/pufferlib-*.whl 2>/dev/null && exit 0  # none yet, or one of another Python
 pip install wheel==0.45.1 Cython==3.1.4 unearth==0.18.3
 
 echo "building PufferLib $version from its source release (about a minute)"
@@ -34,6 +39,9 @@ tar -xzf "$work/pufferlib-$version.tar.gz" -C "$work"
 source=$work/pufferlib-$version
 mkdir "$source"/{raylib-5.5_webassembly,box2d-web,box2d-linux-amd64}
 rm -r "$source/pufferlib/ocean/impulse_wars"
-(cd "$source" && NO_TRAIN=1 LDFLAGS=-s pip wheel . --no-deps --no-build-isolation --wheel-dir "$work/dist" >"$work/build.log" 2>&1) ||
+# With nvcc on the PATH the trainer's extension is built for CUDA, which fails where the rest of CUDA is not set up.
+[ "$NO_TRAIN" = 1 ] || command -v nvidia-smi >/dev/null || { unset CUDA_HOME; export PATH=/usr/bin:/bin; }
+mkdir -p "$wheels" && wheels=$(realpath "$wheels")
+(cd "$source" && LDFLAGS=-s pip wheel . --no-deps --no-build-isolation --wheel-dir "$wheels" >"$work/build.log" 2>&1) ||
     { tail -n 30 "$work/build.log" >&2; fail "the build failed; its last lines stand above"; }
-pip install --no-deps "$work"/dist/pufferlib-*.whl
+pip install --no-deps "$wheels"/pufferlib-*.whl

@@ -1,0 +1,86 @@
+"""What every peer does alike: the command line, the metrics, and an end that leaves no process behind.
+
+    PYTHON benchmark/peers/NAME.py --env-id breakout --seed 1 --steps 4_000_000 --seconds 600 --folder DIR
+
+DIR/metrics.jsonl gets a line per iteration: {"step", "time" (seconds since training began: compiling and starting
+workers count), "sps" (since the last line), "env/score", "episodic_return"}. DIR/metrics.json is written at the end, at
+SIGTERM too. Its "sps" is steps by seconds, the start included; a steady figure is to be taken from the lines.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--env-id", default="breakout", help="a PufferLib Ocean environment")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=40_000_000, help="stop after this many environment steps")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this many seconds")
+    parser.add_argument("--total-timesteps", type=int, default=40_000_000, help="what the learning rate is annealed over")
+    parser.add_argument("--folder", type=Path, required=True, help="where the metrics go")
+    return parser
+
+
+class Metrics:
+    """Writes metrics.jsonl and metrics.json. `finish` is the only way out of a peer."""
+
+    def __init__(self, args: argparse.Namespace, library: str, config: dict[str, Any], note: str):
+        args.folder.mkdir(parents=True, exist_ok=True)
+        self.args, self.note = args, note
+        self.config = {key: value for key, value in config.items() if key not in ("data_dir", "train_dir")}  # no paths
+        self.versions = {name: importlib.metadata.version(name) for name in ("torch", "pufferlib", library)}
+        self.versions["python"] = platform.python_version()
+        self.scratch = args.folder / "scratch"  # for what the library itself writes; removed at the end
+        self.file = (args.folder / "metrics.jsonl").open("w")
+        self.start = self.last_time = time.time()
+        self.step = 0
+        pid = os.getpid()
+        signal.signal(signal.SIGTERM, lambda signum, frame: self.finish(128 + signum) if os.getpid() == pid else os._exit(143))
+        sys.excepthook = lambda *error: (traceback.print_exception(*error), self.finish(1))
+
+    def line(self, step: int, **values: float) -> bool:
+        """Writes a line (names with __ for a slash); returns whether training should stop."""
+        now = time.time()
+        row = {"step": step, "time": now - self.start, "sps": (step - self.step) / max(now - self.last_time, 1e-9)}
+        row |= {name.replace("__", "/"): float(value) for name, value in values.items()}
+        self.step, self.last_time = step, now
+        print(json.dumps(row), file=self.file, flush=True)
+        print(json.dumps(row), flush=True)
+        return step >= self.args.steps or now - self.start >= self.args.seconds
+
+    def finish(self, code: int = 0):
+        """Writes metrics.json and ends this process and its children, whatever threads and workers the library has left."""
+        seconds = self.last_time - self.start
+        summary = {
+            "program": Path(psutil.Process().cmdline()[1]).stem,
+            "versions": self.versions,
+            "seed": self.args.seed,
+            "seconds": seconds,
+            "steps": self.step,
+            "sps": self.step / max(seconds, 1e-9),
+            "config": self.config,
+            "note": self.note,
+        }
+        (self.args.folder / "metrics.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        # These two end by themselves, once they have removed the shared memory that the others leave.
+        cleaners = ("torch_shm_manager", "multiprocessing.resource_tracker")
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not any(name in " ".join(child.cmdline()) for name in cleaners):
+                    child.kill()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        os._exit(code)

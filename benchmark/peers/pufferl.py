@@ -1,0 +1,62 @@
+"""PuffeRL 3.0.0, PufferLib's own trainer, through its own API: the peer to beat.
+
+    .peers/pufferl/bin/python benchmark/peers/pufferl.py --seed 1 --steps 40_000_000 --folder DIR
+
+Every hyperparameter is left as the environment's .ini has it (Breakout: 2 x 1024 environments, segments of 64,
+minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization with torch.compile: 63-72 thousand steps
+a second, against 11-16 Serial and eager and 30 with Multiprocessing and eager. It needs heavyball 1.7.2, the release of
+its time; with 2.2.1 it hardly learns. Its seeding is commented out, so torch and numpy are seeded here.
+"""
+
+import sys
+
+import numpy as np
+import torch
+from peer import Metrics, arguments
+
+NOTE = "Serial with torch.compile, its fastest on two CPU cores (Serial eager, Multiprocessing eager tried); own .ini otherwise"
+
+
+def main():
+    parser = arguments(__doc__.split("\n")[0])
+    parser.add_argument("--backend", choices=("Serial", "Multiprocessing"), default="Serial")
+    parser.add_argument("--compile", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    sys.argv = sys.argv[:1]
+    import pufferlib.pufferl as pufferl  # reads sys.argv when it loads its configuration
+
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    name = f"puffer_{args.env_id}"
+    config = pufferl.load_config(name)
+    config["vec"] = {"backend": args.backend, "num_envs": 2, "seed": args.seed}
+    config["train"].update(
+        device=args.device,
+        compile=bool(args.compile),
+        compile_fullgraph=False,
+        total_timesteps=args.total_timesteps,
+        seed=args.seed,
+        data_dir=str(args.folder / "scratch"),
+        env=name,
+    )
+    vecenv = pufferl.load_env(name, config)
+    trainer = pufferl.PuffeRL(config["train"], vecenv, pufferl.load_policy(config, vecenv))
+    trainer.print_dashboard = lambda *args, **kwargs: None
+    parts = {f"{part}.{key}": value for part in ("vec", "env", "policy", "rnn") for key, value in config[part].items()}
+    metrics = Metrics(args, "heavyball", parts | config["train"], NOTE)
+    stop = False
+    while not stop:
+        stats = trainer.evaluate()
+        values = {
+            ours: np.mean(stats[theirs])
+            for theirs, ours in (("score", "env__score"), ("episode_return", "episodic_return"))
+            if stats.get(theirs)
+        }
+        trainer.train()
+        stop = metrics.line(trainer.global_step, **values)
+    metrics.finish()
+
+
+if __name__ == "__main__":
+    main()
