@@ -7,11 +7,11 @@ PY := $(VENV)/bin/python
 ARGS ?=
 TORCH := 2.13.0
 
-.PHONY: help setup train test evaluate lint clean
+.PHONY: help setup train test evaluate benchmark benchmark-quick benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed  ## make .venv and install everything into it
 
@@ -40,6 +40,24 @@ evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evalu
 
 test: setup  ## run the tests (under 8 minutes on two cores)
 	$(PY) -m pytest $(ARGS)
+
+benchmark: setup benchmark-peers  ## measure benchmark/reports/cpu-2core from nothing (over an hour; interrupted, it says how to go on)
+	$(PY) benchmark/run.py benchmark/plans/cpu-2core.yaml --out benchmark/reports/cpu-2core --fresh $(ARGS); code=$$?; \
+		$(PY) benchmark/report.py benchmark/reports/cpu-2core; exit $$code
+
+benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick; with the peers that are installed
+	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \
+		$(PY) benchmark/report.py runs/benchmark-quick; exit $$code
+
+PEERS := pufferl sb3 sample_factory
+
+benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for each program that is compared (about five minutes)
+
+.peers/%/.installed: benchmark/peers/%.txt benchmark/peers/install.sh install_pufferlib.sh
+	@PYTHON=$(PYTHON) TORCH=$(TORCH) bash benchmark/peers/install.sh $*
+
+report: setup  ## make the report of benchmark/reports/cpu-2core again from its stored JSON
+	$(PY) benchmark/report.py benchmark/reports/cpu-2core
 
 lint: setup  ## ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .

@@ -1,0 +1,470 @@
+"""From the cells that run.py left to report.md and its figures, in the same folder; and a comparison of any two runs.
+
+    python benchmark/report.py benchmark/reports/cpu-2core
+    python benchmark/report.py compare A B --out DIR      # each a cell's JSON or the folder of a run; compare.png goes to DIR
+
+The report says what was measured and nothing else: a group without cells has no section. DIR/notes.md, if there is one, is
+included as "What was tried". Times count from the start of the process, for every program: imports and compilation included.
+"""
+
+import argparse
+import json
+import pathlib
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import scipy.stats
+from run import as_curve, steady_speed
+
+NAMES = {"pufferl": "PuffeRL 3.0.0", "sb3": "RecurrentPPO (SB3-contrib)", "sample_factory": "Sample Factory"}
+COLORS = {"ours": "#0072B2", "pufferl": "#D55E00", "sb3": "#009E73", "sample_factory": "#CC79A7"}  # Okabe and Ito's
+MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
+SCORES = (100, 200, 380, 400, 850)
+SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
+plt.rcParams |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}
+
+
+# Numbers: pure functions of cells -----------------------------------------------------------------------------------------
+
+
+def from_start(cell: dict) -> np.ndarray:
+    """The curve's times (seconds) counted from the start of the process instead of from wherever the program begins to count."""
+    times = np.array(cell["curve"]["time"], float)
+    return times + (cell.get("seconds_to_first_update") or times[0]) - times[0] if len(times) else times
+
+
+def smooth(scores: list[float | None], window: int = 3) -> np.ndarray:
+    """Each score's mean with the two logged before it; NaN where nothing, or too little, was logged."""
+    result, seen = np.full(len(scores), np.nan), []
+    for index, score in enumerate(scores):
+        if score is not None:
+            seen.append(score)
+            if len(seen) >= window:
+                result[index] = np.mean(seen[-window:])
+    return result
+
+
+def last_score(cell: dict) -> float:
+    scores = smooth(cell["curve"]["score"])
+    return float(np.array([np.nan, *scores[~np.isnan(scores)]])[-1])
+
+
+def time_to_score(cell: dict, score: float) -> tuple[float, float]:
+    """Seconds and steps until the mean of three logged scores reaches score; infinite if it never did."""
+    reached = np.flatnonzero(smooth(cell["curve"]["score"]) >= score)
+    return (float(from_start(cell)[reached[0]]), float(cell["curve"]["step"][reached[0]])) if len(reached) else (np.inf, np.inf)
+
+
+def flops_per_step(arguments: dict, env_id: str) -> float:
+    """Floating-point operations of our trainer's matrix products per environment step; the formula is in the report."""
+    (observation, logits), width = SHAPES[env_id], arguments["hidden_size"]
+    forward = 2 * (observation * width + 8 * width**2 + width * (logits + 1))
+    backward = 2 * forward - 2 * observation * width  # no gradient of the observation
+    return forward * (1 + 1 / arguments["num_steps"]) + arguments["update_epochs"] * (forward + backward)
+
+
+def ratio_of_medians(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+    return np.median(a, axis=axis) / np.median(b, axis=axis)
+
+
+def interval(statistic: Callable, *samples: list[float]) -> str:
+    """95 % bootstrap confidence interval (percentiles of 9999 resamplings, with a fixed seed), if there is enough to resample."""
+    if min(map(len, samples)) < 2 or not np.isfinite(np.concatenate(samples)).all():
+        return "-"
+    ci = scipy.stats.bootstrap(samples, statistic, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return f"{ci.low:.2f} to {ci.high:.2f}"
+
+
+def ratios(cells: list[dict], reference: str, other: str) -> list[float]:
+    """Steady speed of reference by that of other, for each pair from the same group, environment and round (seed)."""
+    pairs = defaultdict(dict)
+    for cell in cells:
+        if cell["sps_steady"]:
+            pairs[cell["group"], cell["env_id"], cell["seed"]][cell["name"]] = cell["sps_steady"]
+    return [pair[reference] / pair[other] for pair in pairs.values() if reference in pair and other in pair]
+
+
+def group_by(cells: list[dict], *keys: str) -> dict:
+    """Cells by the value of a key, or by the tuple of several keys' values, in the order in which these come."""
+    groups = defaultdict(list)
+    for cell in cells:
+        values = tuple(cell[key] for key in keys)
+        groups[values if len(keys) > 1 else values[0]].append(cell)
+    return groups
+
+
+def ceiling_share(cell: dict, cells: list[dict]) -> float | None:
+    """Percent of the bfloat16 ceiling, at as many threads as it ran on, that a run of ours reaches; the median of the ceilings."""
+    if cell["program"] != "ours" or cell["env_id"] not in SHAPES or not cell["sps_steady"]:
+        return None
+    threads = cell["environment"].get("OMP_NUM_THREADS", str(len(cell["cores"])))
+    key = "cuda" if cell["arguments"]["device"] == "cuda" else threads
+    ceilings = [one["ceiling"][key]["bfloat16"] for one in cells if key in one.get("ceiling", {})]
+    flops = cell["sps_steady"] * flops_per_step(cell["arguments"], cell["env_id"])
+    return 100 * flops / (float(np.median(ceilings)) * 1e9) if ceilings else None
+
+
+# Words --------------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    return "never" if np.isinf(value) else "-" if np.isnan(value) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def spread(values: list[float | None], unit: str = "") -> str:
+    """Median, least and most, number of runs. Infinite is never."""
+    values = [value for value in values if value is not None]
+    if not values or np.isinf(min(values)):
+        return "never" if values else "-"
+    middle = number(float(np.median(values))) + (unit if np.isfinite(np.median(values)) else "")
+    return f"{middle} ({number(min(values))} to {number(max(values))}, n = {len(values)})" if len(values) > 1 else middle
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def targets(cells: list[dict]) -> str:
+    """The table of what the trainer promises, for the rows of which something was measured."""
+    kinds, rows = group_by(cells, "kind"), []
+
+    def add(what: str, target: str, measured: str, met: bool):
+        rows.append([what, target, measured, "**met**" if met else "not met"])
+
+    for peer, least in (("pufferl", 2.5), ("sb3", 20)):
+        if paired := ratios(kinds["speed"], "ours", peer):
+            measured = f"{spread(paired, ' times')}, 95 % interval {interval(np.median, paired)}"
+            add(f"steady steps/s against {NAMES[peer]}, paired", f"at least {least:g} times", measured, np.median(paired) >= least)
+    runs = group_by([cell for cell in kinds["learning"] if cell["env_id"] == "breakout"], "name")
+    seconds = {name: [time_to_score(cell, 380)[0] for cell in runs[name]] for name in ("ours", "pufferl")}
+    if all(seconds.values()):
+        ours, peer = seconds.values()
+        share = np.median(ours) / np.median(peer) if np.isfinite(np.median(ours)) else np.inf
+        measured = f"{spread(ours, ' s')} against {spread(peer, ' s')}: {share:.2f}, 95 % interval {interval(ratio_of_medians, ours, peer)}"
+        add("seconds to a mean score of 380 against PuffeRL's", "at most one fifth", measured, share <= 0.2)
+    if solved := [time_to_score(cell, 850)[0] for cell in runs["ours"]]:
+        add("Breakout solved (mean score 850), every seed", "under 240 s", spread(solved, " s"), max(solved) < 240)
+    if shares := [share for cell in kinds["speed"] if cell["name"] == "ours" and (share := ceiling_share(cell, cells))]:
+        add("share of the bfloat16 matrix-product ceiling", "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
+    warm = [cell["seconds_to_first_update"] for cell in kinds["startup"] if cell["name"] == "ours" and not cell["cold"]]
+    if warm:
+        add("time to the first update, second start", "under 8 s", spread(warm, " s"), np.median(warm) < 8)
+    memory = group_by(kinds["speed"], "name")
+    if memory["ours"] and memory["pufferl"]:
+        ours, peer = ([cell["peak_rss_mib"] for cell in memory[name]] for name in ("ours", "pufferl"))
+        measured = f"{spread(ours, ' MiB')} against {spread(peer, ' MiB')}"
+        add("peak resident memory", "no more than PuffeRL's", measured, np.median(ours) <= np.median(peer))
+    return table(["what", "target", "measured: median (least to most, number of runs)", ""], rows) if rows else ""
+
+
+def speed_section(cells: list[dict]) -> str:
+    text = "From half of each run's seconds to its end, so compilation does not count. Pairs are runs of the same round.\n"
+    for (group, env_id), runs in group_by(cells, "group", "env_id").items():
+        names, rows = group_by(runs, "name"), []
+        reference = "ours" if "ours" in names else next(iter(names))
+        for name, some in names.items():
+            paired = ratios(runs, reference, name) if name != reference else []
+            columns = [spread([cell[key] for cell in some]) for key in ("sps_steady", "peak_rss_mib")]
+            rows.append([NAMES.get(name, name), *columns, spread(paired), interval(np.median, paired) if paired else "-"])
+        head = ["program", "steps/s", "peak memory of all its processes, MiB", f"{reference} by this, paired", "95 % interval"]
+        text += f"\n**{group}**, {env_id}\n\n{table(head, rows)}"
+    return text
+
+
+def learning_section(cells: list[dict]) -> str:
+    text = "A score is reached when the mean of three logged scores reaches it. Seconds count from the start of the process.\n"
+    for env_id, runs in group_by(cells, "env_id").items():
+        names = group_by(runs, "name")
+        rows = [["score at the end", *(spread(list(map(last_score, some))) for some in names.values())]]
+        for score in SCORES:
+            reached = [[time_to_score(cell, score) for cell in some] for some in names.values()]
+            if not all(np.isinf(one).all() for one in reached):
+                rows.append([f"seconds to {score}", *(spread([seconds for seconds, _ in one]) for one in reached)])
+                rows.append([f"million steps to {score}", *(spread([steps / 1e6 for _, steps in one]) for one in reached)])
+        text += f"\n{table([env_id, *(NAMES.get(name, name) for name in names)], rows)}"
+    return text
+
+
+def startup_section(cells: list[dict]) -> str:
+    rows = []
+    for name, some in group_by(cells, "name").items():
+        both = group_by(some, "cold")
+        rows.append(
+            [
+                NAMES.get(name, name),
+                *(spread([cell["seconds_to_first_update"] for cell in both[cold]], " s") for cold in (True, False)),
+            ]
+        )
+    text = "From the start of the process to the first line of metrics after an update.\n\n"
+    return text + table(["program", "cold: an empty compile cache", "warm"], rows)
+
+
+def ceiling_section(cells: list[dict]) -> str:
+    rows = []
+    ceilings = [cell["ceiling"] for cell in cells if "ceiling" in cell]
+    for threads in sorted({key for ceiling in ceilings for key in ceiling}):
+        rows.append(
+            [threads, *(spread([one[threads][dtype] for one in ceilings if threads in one]) for dtype in ("bfloat16", "float32"))]
+        )
+    text = f"The fastest of several shapes of matrix product, GFLOP/s:\n\n{table(['threads', 'bfloat16', 'float32'], rows)}"
+    shares = []
+    for (group, name, env_id), some in group_by(
+        [cell for cell in cells if ceiling_share(cell, cells)], "group", "name", "env_id"
+    ).items():
+        if some[0]["kind"] != "startup":
+            mflop = flops_per_step(some[0]["arguments"], env_id) / 1e6
+            shares.append([group, name, f"{mflop:.2f}", spread([ceiling_share(cell, cells) for cell in some], " %")])
+    if not shares:
+        return text
+    return f"""{text}
+Training's share of the bfloat16 ceiling at the same number of threads. With observations of width D, L logits, hidden width H, segments
+of T steps and E epochs, a forward pass costs F = 2 (D H + 8 H² + H (L + 1)) operations per step: encoder, LSTM, two heads. The rollout
+takes F (1 + 1/T), with the value after the segment; the update E (3 F - 2 D H): forward, the gradients of weights and of inputs, but for
+that of the observation. Pointwise functions, environments, and Muon's own products are not counted, though they take time.
+
+{table(["group", "run", "MFLOP per environment step", "share of the ceiling"], shares)}"""
+
+
+def provenance(cells: list[dict]) -> str:
+    """Where the figures come from: machine, versions, commits, exact commands."""
+
+    def distinct(texts) -> str:
+        return "; ".join(sorted(set(texts)))
+
+    def listed(mapping: dict) -> str:
+        return ", ".join(f"{key} {value}" for key, value in sorted(mapping.items()) if value is not None)
+
+    rows = [
+        ["hardware", distinct(listed(cell["hardware"]) for cell in cells)],
+        [
+            "versions",
+            distinct(f"{NAMES.get(cell['program'], cell['program'])}: {listed(cell.get('versions', {}))}" for cell in cells),
+        ],
+        ["peers' settings", distinct(f"{NAMES.get(cell['program'])}: {cell['note']}" for cell in cells if cell.get("note"))],
+        ["commit", distinct(f"{cell['git_commit'][:12]}{' with changes' if cell['git_dirty'] else ''}" for cell in cells)],
+        ["first and last start", f"{cells[0]['started']}, {cells[-1]['started']}"],
+        ["load average before a cell", spread([cell["load_before"] for cell in cells])],
+    ]
+    commands = []
+    for (group, name, env_id), some in group_by(cells, "group", "name", "env_id").items():
+        seeds, cores = (", ".join(map(str, values)) for values in (sorted(cell["seed"] for cell in some), some[0]["cores"]))
+        commands.append(f"# {group}: {name}, {env_id}; seeds {seeds}; cores {cores}{'; empty compile cache' * some[0]['cold']}")
+        commands.append(
+            " ".join([f"{key}={value}" for key, value in some[0]["environment"].items()] + [shlex.join(some[0]["command"])])
+        )
+    lines = "\n".join(commands)
+    return f"{table(['', ''], rows)}\nThe commands, in the repository's folder; DIR is where the metrics go.\n\n```\n{lines}\n```\n"
+
+
+# Figures ------------------------------------------------------------------------------------------------------------------
+
+
+def color(name: str, index: int = 0) -> str:
+    return COLORS.get(name, MORE_COLORS[index % len(MORE_COLORS)])
+
+
+def save(figure, path: pathlib.Path):
+    figure.savefig(path, dpi=130, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
+
+
+def plot_speed(cells: list[dict], path: pathlib.Path):
+    groups = group_by([cell for cell in cells if cell["sps_steady"]], "group")
+    figure, axes = plt.subplots(1, len(groups), figsize=(5.5 * len(groups), 2.6), squeeze=False)
+    for axis, (group, runs) in zip(axes[0], groups.items()):
+        names = group_by(runs, "name")
+        for row, (name, some) in enumerate(names.items()):
+            speeds = np.array([cell["sps_steady"] / 1000 for cell in some])
+            axis.barh(row, np.median(speeds), color=color(name, row), alpha=0.5, height=0.6)
+            axis.plot(speeds, np.linspace(row - 0.15, row + 0.15, len(speeds)), "o", color=color(name, row), markersize=4)
+            axis.text(speeds.max(), row, f"   {np.median(speeds):,.1f}", va="center")
+        axis.set(yticks=range(len(names)), yticklabels=[NAMES.get(name, name) for name in names], title=group)
+        axis.set(xlabel="thousand steps/s (bar: median; dots: runs)", xlim=(0, 1.2 * axis.get_xlim()[1]))
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+    save(figure, path)
+
+
+def plot_learning(cells: list[dict], path: pathlib.Path):
+    """Median over seeds, and the range between the worst and the best, as far as all of them go."""
+    environments = group_by(cells, "env_id")
+    figure, axes = plt.subplots(len(environments), 2, figsize=(11, 3.8 * len(environments)), squeeze=False, sharey="row")
+    x_axes = {
+        "million environment steps": lambda cell: np.array(cell["curve"]["step"]) / 1e6,
+        "seconds from the start of the process": from_start,
+    }
+    for row, (env_id, runs) in zip(axes, environments.items()):
+        for axis, (x_label, x_of) in zip(row, x_axes.items()):
+            for index, (name, some) in enumerate(group_by(runs, "name").items()):
+                curves = [(x_of(cell), smooth(cell["curve"]["score"])) for cell in some]
+                curves = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
+                x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 300)
+                y = np.array([np.interp(x, *curve) for curve in curves])
+                axis.plot(x, np.median(y, axis=0), color=color(name, index), label=f"{NAMES.get(name, name)}, runs: {len(some)}")
+                axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color(name, index), alpha=0.2, linewidth=0)
+            for score in (380, 850) if env_id == "breakout" else ():
+                axis.axhline(score, color="gray", linestyle=":", linewidth=1)
+            axis.set(xlabel=x_label, xlim=(0, None))
+        row[0].set(ylabel=f"{env_id}: mean score", ylim=(0, None))
+        row[1].legend(loc="lower right")
+    save(figure, path)
+
+
+def plot_phases(cells: list[dict], path: pathlib.Path):
+    names = group_by(cells, "name")
+    phases = list(dict.fromkeys(phase for cell in cells for phase in cell["phase_shares"]))
+    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.5 * len(names)))
+    for row, some in enumerate(names.values()):
+        left = 0.0
+        for phase in some[0]["phase_shares"]:
+            share = 100 * float(np.median([cell["phase_shares"].get(phase, 0) for cell in some]))
+            axis.barh(row, share, left=left, color=MORE_COLORS[phases.index(phase) % len(MORE_COLORS)], alpha=0.7, height=0.7)
+            if share > 4:
+                axis.text(left + share / 2, row, f"{phase}\n{share:.0f} %", ha="center", va="center", fontsize=8)
+            left += share
+    axis.set(
+        yticks=range(len(names)),
+        yticklabels=[NAMES.get(name, name) for name in names],
+        xlabel="share of the time, %",
+        xlim=(0, 100),
+    )
+    axis.invert_yaxis()
+    axis.grid(visible=False)
+    save(figure, path)
+
+
+def plot_scaling(cells: list[dict], path: pathlib.Path):
+    groups = group_by(cells, "group")
+    figure, axes = plt.subplots(1, len(groups), figsize=(4 * len(groups), 3.2), squeeze=False)
+    for axis, (group, runs) in zip(axes[0], groups.items()):
+        for program, some in group_by(runs, "program").items():
+            values = group_by(sorted(some, key=lambda cell: cell["x"]), "x")
+            medians = [np.median([cell["sps_steady"] / 1000 for cell in same]) for same in values.values()]
+            axis.plot(list(values), medians, "-", color=color(program), label=NAMES.get(program, program))
+            axis.plot([cell["x"] for cell in some], [cell["sps_steady"] / 1000 for cell in some], "o", color=color(program))
+        ticks = sorted({cell["x"] for cell in runs})
+        axis.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel=runs[0]["x_label"] or group, ylabel="thousand steps/s")
+        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])
+        axis.minorticks_off()
+        axis.legend(loc="upper right", ncols=2)
+    save(figure, path)
+
+
+# The report, and the comparison -------------------------------------------------------------------------------------------
+
+
+def make_report(folder: pathlib.Path) -> pathlib.Path:
+    stored = [json.loads(path.read_text()) for path in sorted(folder.glob("cells/*/*.json"))]
+    stored.sort(key=lambda cell: cell["started"])
+    cells, failed = ([cell for cell in stored if cell["status"] == status] for status in ("ok", "failed"))
+    if not cells:
+        raise SystemExit(f"error: {folder}: no finished cell in cells/; benchmark/run.py --out {folder} makes some")
+    kinds = group_by(cells, "kind")
+    learning = [cell for cell in kinds["learning"] if not np.isnan(last_score(cell))]
+    phases = [cell for cell in kinds["speed"] + learning if cell["phase_shares"]]
+    scaling = sorted(
+        (cell for cell in kinds["scaling"] if cell["sps_steady"]), key=lambda cell: (cell["group"], cell["program"], cell["x"])
+    )
+    parts = [
+        f"# Benchmark {folder.resolve().name}\n\n`python benchmark/report.py` made this of {len(cells)} runs, a JSON each in [cells](cells).\n"
+    ]
+
+    def section(title: str, text: str, name: str = "", plot: Callable | None = None, data: list[dict] | None = None):
+        if plot:
+            plot(data, folder / f"{name}.png")
+            text += f"\n![{title}]({name}.png)\n"
+        parts.append(f"## {title}\n\n{text}")
+
+    if promised := targets(cells):
+        section("Targets", promised)
+    if kinds["speed"]:
+        section("Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"])
+    if learning:
+        section("Learning", learning_section(learning), "learning", plot_learning, learning)
+    if phases:
+        section("The share of each phase", "In the second half of each run, median over runs.\n", "phases", plot_phases, phases)
+    if scaling:
+        sizes = group_by(scaling, "group", "name", "x_label", "x").items()
+        rows = [[*map(str, key), spread([cell["sps_steady"] for cell in some])] for key, some in sizes]
+        section("Speed against sizes", table(["group", "run", "size", "", "steps/s"], rows), "scaling", plot_scaling, scaling)
+    if kinds["startup"]:
+        section("Start-up", startup_section(kinds["startup"]))
+    if kinds["ceiling"]:
+        section("Share of the matrix-product ceiling", ceiling_section(cells))
+    if (folder / "notes.md").exists():
+        section("What was tried", (folder / "notes.md").read_text())
+    if failed:
+        rows = [[*(str(cell[key]) for key in ("group", "name", "env_id", "seed", "error"))] for cell in failed]
+        section("Failed", table(["group", "run", "environment", "seed", "error"], rows))
+    section("Hardware, versions, commands", provenance(cells))
+    (folder / "report.md").write_text("\n".join(parts))
+    return folder / "report.md"
+
+
+def load(path: pathlib.Path) -> dict:
+    """A cell's JSON, or a run's folder, as a cell."""
+    try:
+        cell = json.loads((path / "metrics.json" if path.is_dir() else path).read_text())
+        if path.is_dir():
+            cell["curve"] = as_curve([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
+            cell |= {"sps_steady": steady_speed(cell["curve"]), "peak_rss_mib": cell.get("peak_rss_mib", cell.get("peak_rss_mb"))}
+        return cell | {"steps": cell["curve"]["step"][-1]}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise SystemExit(f"error: {path}: neither a cell's JSON nor a run's folder with metrics.json and metrics.jsonl") from error
+
+
+def compare(paths: list[pathlib.Path], out: pathlib.Path):
+    """The table goes to stdout, the plot to out/compare.png."""
+    cells = [cell | {"score": last_score(cell)} for cell in map(load, paths)]
+    facts = {
+        "seconds": "duration, s", "steps": "steps", "sps": "steps/s, whole run", "sps_steady": "steps/s, steady",
+        "seconds_to_first_update": "seconds to the first update", "peak_rss_mib": "peak memory, MiB", "score": "score, last three logged",
+    }  # fmt: skip
+    rows = []
+    for key, what in facts.items():
+        a, b = (np.nan if cell.get(key) is None else cell[key] for cell in cells)
+        rows.append([what, number(a), number(b), f"{a / b:.2f}" if b and np.isfinite(a / b) else "-"])
+    print(f"A: {paths[0]}\nB: {paths[1]}\n\n{table(['', 'A', 'B', 'A / B (steps/s: speed-up)'], rows)}")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.5))
+    for name, cell, hue in zip("AB", cells, MORE_COLORS[-2:]):
+        seconds, scores = from_start(cell), smooth(cell["curve"]["score"])
+        shown = ~np.isnan(scores)
+        axes[0].plot(np.array(cell["curve"]["step"])[shown] / 1e6, scores[shown], color=hue, label=name)
+        axes[1].plot(seconds[shown], scores[shown], color=hue)
+        axes[2].plot(seconds, np.array(cell["curve"]["sps"], float) / 1000, color=hue)
+    for axis, x, y in zip(axes, ("million steps", "seconds", "seconds"), ("mean score", "mean score", "thousand steps/s")):
+        axis.set(xlabel=x, ylabel=y, ylim=(0, None))
+    axes[0].legend()
+    out.mkdir(parents=True, exist_ok=True)
+    save(figure, out / "compare.png")
+    print(f"plot: {out / 'compare.png'}")
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if argv[:1] == ["compare"]:
+        parser.add_argument("runs", nargs=2, type=pathlib.Path)
+        parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), help="where compare.png goes")
+        args = parser.parse_args(argv[1:])
+        return compare(args.runs, args.out)
+    parser.add_argument("folder", type=pathlib.Path, help="what was --out of run.py; or: compare A B")
+    print(make_report(parser.parse_args(argv).folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,259 @@
+"""The benchmark's runner and report: tiny real runs of the script, and hand-made curves."""
+
+import json
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import ceiling
+import report
+import run
+
+TINY = [
+    "--num-envs", "16", "--num-steps", "16", "--minibatch-size", "128", "--hidden-size", "32", "--log-interval", "1", "--no-compile",
+]  # fmt: skip
+STEPS = 5 * 256
+
+
+def plan(folder, ours_args=()):
+    """A plan of two cells that run and one that fails, and the words that run it."""
+    programs = {"ours": {"program": "ours", "args": [*TINY, *ours_args]}, "bad": {"program": "ours", "args": ["--no-such-flag"]}}
+    group = {"name": "tiny", "kind": "learning", "seeds": [1, 2], "steps": STEPS, "interleave": True}
+    groups = [
+        group | {"programs": {"ours": programs["ours"]}},
+        group | {"name": "broken", "seeds": [1], "programs": {"bad": programs["bad"]}},
+    ]
+    (folder / "plan.yaml").write_text(yaml.safe_dump(groups))
+    return [str(folder / "plan.yaml"), "--out", str(folder / "out")]
+
+
+def stored(folder) -> dict:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "out").rglob("*.json")}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder of a plan that was run: out/cells has its results. No test changes those, but for tests that run it again."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    assert run.main(plan(folder)) == 1, "a cell failed"
+    return folder
+
+
+def hand_made(**curve) -> dict:
+    return {"seconds_to_first_update": None, "curve": curve}
+
+
+# The runner.
+
+
+def test_plan_leaves_a_json_per_cell(ran):
+    cells = stored(ran)
+    assert set(cells) == {"ours__breakout__1", "ours__breakout__2", "bad__breakout__1"}
+    for seed in (1, 2):
+        cell = cells[f"ours__breakout__{seed}"]
+        assert cell["status"] == "ok" and cell["seed"] == seed and cell["arguments"]["hidden_size"] == 32
+        assert cell["command"][1:4] == ["ppo_lstm_puffer.py", "--env-id", "breakout"] and "DIR" in cell["command"]
+        assert cell["curve"]["step"] == [256 * n for n in range(1, 6)] and cell["timesteps"] == STEPS
+        assert 0 < cell["seconds_to_first_update"] < cell["wall_seconds"] and cell["peak_rss_mib"] > 50
+        assert cell["sps_steady"] > 0 and sum(cell["phase_shares"].values()) == pytest.approx(1, abs=0.2)
+        assert cell["versions"]["torch"] and cell["hardware"]["cpu"] and cell["cores"]
+
+
+def test_no_path_of_the_machine_is_stored(ran):
+    for path in (ran / "out").rglob("*.json"):
+        assert str(ROOT) not in path.read_text() and "/tmp" not in path.read_text()
+
+
+def test_failing_cell_is_recorded_and_the_rest_run(ran):
+    cells = stored(ran)
+    bad = cells["bad__breakout__1"]
+    assert bad["status"] == "failed" and bad["error"] == "exit code 2" and "--no-such-flag" in bad["output_tail"]
+    assert cells["ours__breakout__2"]["status"] == "ok"
+
+
+def test_finished_cells_are_not_run_again_and_changed_ones_are(ran, monkeypatch):
+    run_cells = []
+
+    def measure(cell, tick):
+        run_cells.append((cell["group"], cell["seed"]))
+        return cell | {"status": "ok", "wall_seconds": 1, "sps_steady": None, "curve": {"score": []}}
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run, "store", lambda cell, path: None)
+    assert run.main([*plan(ran), "--only", "tiny"]) == 0 and run_cells == []
+    assert run.main(plan(ran)) == 0 and run_cells == [("broken", 1)], "what failed is tried again"
+    run_cells.clear()
+    run.main([*plan(ran, ["--gamma", "0.9"]), "--only", "tiny"])
+    assert run_cells == [("tiny", 1), ("tiny", 2)]
+
+
+def test_interleaved_programs_take_turns():
+    group = {"name": "g", "kind": "speed", "programs": {"a": {"program": "ours"}, "b": {"program": "sb3"}}, "seeds": [1, 2]}
+    assert [cell["name"] for cell in run.expand(group, [0])] == ["a", "a", "b", "b"]
+    assert [cell["name"] for cell in run.expand(group | {"interleave": True}, [0])] == ["a", "b", "a", "b"]
+
+
+def test_timeout_ends_the_whole_process_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "command", lambda *_: ["python", "-c", "import os, time; os.fork(); time.sleep(77)"])
+    cell = run.expand({"name": "g", "kind": "speed", "programs": {"a": {"program": "ours"}}, "timeout": 1}, [0])[0]
+    result = run.measure(cell, lambda seconds: None)
+    assert result["status"] == "failed" and "timeout of 1 seconds" in result["error"]
+    assert not [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if "time.sleep(77)" in " ".join(one.info["cmdline"] or []) and run.running(one)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("- {name: a, kind: speed, programs: {x: {program: nonsense}}}", "program nonsense: must be one of ours"),
+        ("- {name: a, kind: speed, sedes: [1], programs: {}}", "unknown sedes"),
+        ("- {kind: speed}", "'name' is missing"),
+        ("- {name: a, kind: speed, programs: {x: {program: ours, cores: [999]}}}", "this machine has"),
+    ],
+)
+def test_wrong_plan_is_one_clear_line(tmp_path, capsys, text, message):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(SystemExit) as exit_:
+        run.main([str(tmp_path / "plan.yaml"), "--out", str(tmp_path)])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cpu-2core", "quick"])
+def test_stored_plans_are_valid(name):
+    groups = yaml.safe_load((ROOT / f"benchmark/plans/{name}.yaml").read_text())
+    cells = [cell for group in groups for cell in run.expand(group, [0])]
+    assert len({run.path_of(cell, ROOT) for cell in cells}) == len(cells)
+
+
+# The figures, on curves written by hand.
+
+
+def test_steady_speed_leaves_out_the_first_half():
+    curve = {"time": [30.0, 50.0, 60.0, 100.0], "step": [10, 1000, 2000, 6000]}
+    assert run.steady_speed(curve) == (6000 - 1000) / (100 - 50)
+    assert run.steady_speed({"time": [30.0], "step": [10]}) is None
+
+
+def test_curve_is_thinned_and_keeps_its_end():
+    lines = [{"step": n, "time": float(n), "sps": 1.0, "time/env_share": 0.25} for n in range(1, 1002)]
+    result = run.from_lines(lines)
+    assert len(result["curve"]["step"]) <= 401 and result["curve"]["step"][-1] == 1001 and result["sps_steady"] == 1
+    assert result["phase_shares"] == {"env": pytest.approx(0.25)}
+
+
+def test_time_to_score_takes_the_mean_of_three():
+    cell = hand_made(time=[1, 2, 3, 4, 5], step=[10, 20, 30, 40, 50], score=[None, 0, 300, 300, 300])
+    assert report.time_to_score(cell, 200) == (4, 40), "one lucky line is not enough"
+    assert report.time_to_score(cell, 301) == (np.inf, np.inf)
+
+
+def test_times_count_from_the_start_of_the_process():
+    cell = hand_made(time=[1, 2, 3], step=[1, 2, 3], score=[5, 5, 5]) | {"seconds_to_first_update": 11.0}
+    assert report.time_to_score(cell, 5) == (13, 3)
+
+
+def test_ratios_pair_runs_of_the_same_round():
+    cells = [
+        {"group": "g", "env_id": "e", "seed": seed, "name": name, "sps_steady": speed}
+        for name, seed, speed in (
+            ("ours", 1, 30.0),
+            ("sb3", 1, 10.0),
+            ("sb3", 2, 1.0),
+            ("ours", 2, None),
+            ("ours", 3, 8.0),
+            ("sb3", 3, 2.0),
+        )
+    ]
+    assert report.ratios(cells, "ours", "sb3") == [3, 4]
+    assert report.interval(np.median, [2.0, 2.0, 2.0]) == "2.00 to 2.00" and report.interval(np.median, [2.0]) == "-"
+
+
+def test_flops_per_step_is_that_of_the_layers():
+    arguments = {"hidden_size": 128, "num_steps": 16, "update_epochs": 1.0}
+    weights = 118 * 128 + 4 * 128 * 256 + 128 * 3 + 128
+    assert report.flops_per_step(arguments, "breakout") == 2 * weights * (1 + 1 / 16 + 3) - 2 * 118 * 128
+
+
+# The report.
+
+
+def variant(cell: dict, **changes) -> dict:
+    """A stored cell as that of another group or program, with a made-up speed, score and memory."""
+    curve = cell["curve"] | {"score": [changes.pop("score", 10.0)] * len(cell["curve"]["step"])}
+    return cell | {"curve": curve} | changes
+
+
+def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
+    base = stored(ran)["ours__breakout__1"]
+    cells = [stored(ran)["bad__breakout__1"]]
+    for seed in (1, 2):
+        cells += [
+            variant(base, group="speed", kind="speed", seed=seed, sps_steady=100e3, peak_rss_mib=400),
+            variant(
+                base, group="speed", kind="speed", seed=seed, name="pufferl", program="pufferl", sps_steady=20e3, peak_rss_mib=900
+            ),
+            variant(base, group="breakout_ours", kind="learning", seed=seed, score=860.0),
+            variant(base, group="scaling_envs", kind="scaling", seed=seed, name=str(seed), x=seed, x_label="environments"),
+            variant(base, group="startup_warm", kind="startup", seed=seed, seconds_to_first_update=9.0),
+        ]
+    threads = str(len(base["cores"])) if "OMP_NUM_THREADS" not in base["environment"] else base["environment"]["OMP_NUM_THREADS"]
+    speeds = {threads: {"bfloat16": 200.0, "float32": 50.0}}
+    cells.append(
+        variant(base, group="ceiling", kind="ceiling", name="ceiling", program="ceiling", env_id="machine", ceiling=speeds)
+    )
+    for cell in cells:
+        run.store(cell, run.path_of(cell, tmp_path))
+    (tmp_path / "notes.md").write_text("A thing that lost.")
+    report.main([str(tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    titles = ["Targets", "Steps per second", "Learning", "The share of each phase", "Speed against sizes", "Start-up"]
+    titles += ["Share of the matrix-product ceiling", "What was tried", "Failed", "Hardware, versions, commands"]
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == titles
+    for name in ("speed", "learning", "phases", "scaling"):
+        assert f"({name}.png)" in text and (tmp_path / f"{name}.png").stat().st_size > 5000
+    rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
+    assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired"] and "**met**" in rows["peak resident memory"]
+    assert "**met**" in rows["Breakout solved (mean score 850), every seed"]
+    assert "not met" in rows["time to the first update, second start"]
+    assert "ppo_lstm_puffer.py --env-id breakout" in text and "A thing that lost." in text and "exit code 2" in text
+
+
+def test_report_of_little_says_little(ran, tmp_path):
+    cell = stored(ran)["ours__breakout__1"]
+    run.store(cell, run.path_of(cell, tmp_path))
+    report.main([str(tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    assert "## Steps per second" not in text and "## Start-up" not in text and "## Hardware, versions, commands" in text
+    with pytest.raises(SystemExit, match="no finished cell"):
+        report.main([str(tmp_path / "nothing")])
+
+
+def test_compare_takes_cells_and_run_folders(ran, tmp_path, capsys):
+    cell = run.path_of({"name": "ours", "env_id": "breakout", "seed": 1, "group": "tiny"}, ran / "out")
+    lines = [{"step": 512 * n, "time": float(n), "sps": 512.0, "env/score": 3.0} for n in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.json").write_text(json.dumps({"seconds": 5.0, "sps": 512.0, "peak_rss_mb": 300.0}))
+    report.main(["compare", str(cell), str(tmp_path), "--out", str(tmp_path / "plot")])
+    output = capsys.readouterr().out
+    assert "| steps | 1,280 | 2,560 | 0.50 |" in output and "steps/s, steady" in output and "peak memory" in output
+    assert (tmp_path / "plot" / "compare.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="neither a cell's JSON nor a run's folder"):
+        report.main(["compare", str(cell), str(tmp_path / "plot")])
+
+
+def test_ceiling_measures_products(tmp_path, monkeypatch):
+    monkeypatch.setattr(ceiling, "SHAPES", [(64, 64, 64), (32, 64, 128)])
+    monkeypatch.setattr(sys, "argv", ["ceiling.py", "--seconds", "0.1", "--folder", str(tmp_path), "--device", "cpu"])
+    ceiling.main()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert all(speeds["bfloat16"] > 0 and speeds["float32"] > 0 for speeds in metrics["ceiling"].values())
+    assert {tuple(product["shape"]) for product in metrics["products"]} == {(64, 64, 64), (32, 64, 128)}
