@@ -78,7 +78,7 @@ class Args:
     """a PufferLib Ocean name (breakout, pong, ...), a Gymnasium id (CartPole-v1, module:Name-v0), or a module with parallel_env (PettingZoo)"""
     env: dict[str, Any] = field(default_factory=dict)
     """arguments of the environment itself, each as --env.KEY VALUE"""
-    num_envs: int = 1024
+    num_envs: int = 512
     """environments stepped in parallel (an environment may hold several agents)"""
     vec_backend: Literal["auto", "native", "serial", "multiprocessing"] = "auto"
     """native: the C environment vectorizes itself; serial: copies in this process; multiprocessing: in workers, double-buffered; auto: native where possible, else serial"""
@@ -88,7 +88,7 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 25_000_000
+    total_timesteps: int = 30_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
     learning_rate: float = 0.03
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
@@ -100,7 +100,7 @@ class Args:
     """Muon's momentum, Adam's beta1 where Adam trains all"""
     anneal_lr: Literal["linear", "cosine", "none"] = "linear"
     """schedule of the learning rate, down to zero at --total-timesteps"""
-    num_steps: int = 16
+    num_steps: int = 32
     """segment length T: steps per agent between two updates, and the span of backpropagation through time"""
     gamma: float = 0.995
     """discount factor"""
@@ -122,7 +122,7 @@ class Args:
     """clip range of the value"""
     vf_coef: float = 2.0
     """weight of the value loss"""
-    ent_coef: float = 0.003
+    ent_coef: float = 0.002
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
@@ -421,12 +421,14 @@ def normalize_advantages(advantages, weight):
     return (advantages - mean) / (variance.sqrt() + 1e-8)
 
 
-def draw_minibatch(values, next_value, rewards, dones, valid, ratio, uniform, beta, args):
-    """Advantages from the newest values and ratios, and a minibatch of segments drawn by them; shapes as `compute_advantages`.
+def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
+    """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
-    Returns the segments' indices (B), what `ppo_loss` needs of them, (T, B) each: advantages (normalized, times the importance
-    weight), returns, values, weight; and the advantages of all segments (T, N).
+    values, dones, valid (T + 1, N), rewards, ratio (T, N): see `compute_advantages`; uniform (B), beta: see `sample_segments`.
+    Returns the segments' indices (B); of these segments, (T, B) each, what `ppo_loss` needs: advantages (normalized, times
+    the importance weight), returns, values, weight; and the advantages of all segments (T, N).
     """
+    values, next_value, valid = values[:-1], values[-1], valid[:-1]
     all_advantages = compute_advantages(
         values, next_value, rewards, dones, valid, ratio, args.gamma, args.gae_lambda, args.vtrace_rho_clip, args.vtrace_c_clip
     )
@@ -506,14 +508,6 @@ def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return x.t() if update.shape[0] > update.shape[1] else x
 
 
-def muon_step(parameter, gradient, momentum_buffer, lr, momentum: float):
-    """One step of `Muon` for one matrix, in place. lr: a tensor, so that its schedule compiles once."""
-    momentum_buffer.lerp_(gradient, 1 - momentum)
-    update = newton_schulz(gradient.lerp(momentum_buffer, momentum))  # Nesterov
-    rows, columns = parameter.shape
-    parameter.sub_(update * (lr * max(1, rows / columns) ** 0.5))
-
-
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
 
@@ -521,18 +515,20 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
         self.parallel = parallel  # matrices do not wait for each other
 
-    @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self.state:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            lr = torch.as_tensor(group["lr"], device=group["params"][0].device)
-            steps = [
-                (p.detach(), p.grad, self.state[p]["momentum_buffer"], lr, group["momentum"])
-                for p in sorted(group["params"], key=torch.numel, reverse=True)  # the longest first
-            ]
-            list(self.parallel(torch.no_grad()(lambda arguments: muon_step(*arguments)), steps))
+            longest_first = sorted(group["params"], key=torch.numel, reverse=True)
+            list(self.parallel(functools.partial(self.step_one, group), longest_first))
+
+    @torch.no_grad()
+    def step_one(self, group: dict, parameter: torch.Tensor):
+        if parameter not in self.state:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = self.state[parameter]["momentum_buffer"]
+        buffer.lerp_(parameter.grad, 1 - group["momentum"])
+        update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
+        rows, columns = parameter.shape
+        parameter.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
 
 
 def make_optimizers(agent: Agent, args: Args, parallel=map) -> list[torch.optim.Optimizer]:
@@ -596,13 +592,14 @@ def train(args: Args, resumed: dict | None = None) -> int:
     if args.compile:
         compile_hot_functions(args.compile_mode, args.device, T)
 
-    # STORAGE: time first. Row T of observations and dones is what follows the segment; it becomes row 0 of the next.
+    # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid become row 0 of the next, its
+    # values are the bootstrap, its actions and logprobs count for nothing.
     observations = torch.zeros((T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device)
     dones = torch.ones((T + 1, N), device=device)
     valid = torch.ones((T + 1, N), device=device)
-    actions = torch.zeros((T, N, *envs.action_shape), dtype=torch.float32 if agent.continuous else torch.int64, device=device)
-    logprobs, values, rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(4))
-    next_value = torch.zeros(N, device=device)
+    actions = torch.zeros((T + 1, N, *envs.action_shape), dtype=torch.float32 if agent.continuous else torch.int64, device=device)
+    logprobs, values = (torch.zeros((T + 1, N), device=device) for _ in range(2))
+    rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(2))
     h, c = (torch.zeros((N, args.hidden_size), device=device) for _ in range(2))
 
     def receive(t: int) -> slice:
@@ -619,12 +616,10 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
     @torch.no_grad()
     def act_at(t: int, rows: slice, weight, bias, noise):
-        """Step t of the segment for some agents; at t = T only the value counts."""
-        arguments = agent, observations[t, rows], dones[t, rows], h[rows], c[rows], weight, bias, noise[t % T, rows]
-        if t == T:
-            next_value[rows] = policy_step(*arguments)[2]
-        else:
-            act(*arguments, actions[t, rows], logprobs[t, rows], values[t, rows])
+        """Step t of the segment for some agents. Step T is for its value only and leaves h and c as they are."""
+        state = (h[rows], c[rows]) if t < T else (h[rows].clone(), c[rows].clone())
+        stored = actions[t, rows], logprobs[t, rows], values[t, rows]
+        act(agent, observations[t, rows], dones[t, rows], *state, weight, bias, noise[t, rows], *stored)
 
     def send(t: int, rows: slice, acted: Future):
         """Waits for the policy's step t and hands its actions to the environments."""
@@ -636,7 +631,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
     def learn(*minibatch):
         """The gradients of the parameters on a share of a minibatch, and what else `minibatch_loss` returns."""
-        batch = (observations[:T], start_h, start_c, dones[:T], actions, logprobs)
+        batch = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T])
         loss, *results = minibatch_loss(agent, *batch, *minibatch, args)
         return torch.autograd.grad(loss, parameters), *results
 
@@ -672,7 +667,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             start_h, start_c = h.clone(), c.clone()
             with torch.no_grad():
                 weight, bias = agent.lstm_weights()
-                noise = agent.sampling_noise(T, N, device=device)
+                noise = agent.sampling_noise(T + 1, N, device=device)
             acting = deque()
             for t in range(T + 1):  # T steps, and v_T: the carried state sees the next observation
                 for rows in groups:
@@ -701,17 +696,15 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 statistics, updates = torch.zeros(len(LOSSES), device=device), 0
                 for _ in range(num_minibatches):
                     uniform = torch.rand(num_segments, device=device)
-                    *minibatch, advantages = draw_minibatch(
-                        values, next_value, rewards, dones, valid[:T], ratio, uniform, beta, args
-                    )
+                    *minibatch, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
                     if updates == 0:  # ratio 1, the rollout's values
-                        rollout_advantages, rollout_returns = advantages, advantages + values
+                        rollout_advantages, rollout_returns = advantages, advantages + values[:T]
                     chunks = executor.map(learn, *(tensor.chunk(num_chunks, dim=-1) for tensor in minibatch))
                     gradients, logratios, newvalues, losses = zip(*chunks)
                     for parameter, *parts in zip(parameters, *gradients):
                         parameter.grad = sum(parts)
                     segments = minibatch[0]
-                    ratio[:, segments], values[:, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
+                    ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
                     grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                     losses = sum(losses)
                     statistics, updates = statistics + torch.cat((losses, grad_norm[None])), updates + 1
@@ -1226,7 +1219,7 @@ def compile_hot_functions(mode: str, device: str, num_steps: int):
     # With the C++ wrapper on a CPU: its programs let go of Python's lock, so threads run side by side.
     how = {"mode": mode} if device == "cuda" else {"options": {"cpp_wrapper": True}}
     whole = [minibatch_loss] if num_steps <= 2 * UNROLL else [lstm_forward, lstm_backward, ppo_loss]
-    for function in (act, policy_step, draw_minibatch, muon_step, *whole):
+    for function in (act, draw_minibatch, *whole):
         globals()[function.__name__] = torch.compile(function, dynamic=False, **how)
 
 
