@@ -21,7 +21,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
-import itertools
 import json
 import os
 import platform
@@ -33,8 +32,7 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict, deque
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -146,6 +144,8 @@ class Args:
     """torch.compile the policy step and the update (needs a C++ compiler); eager always works"""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's mode; the second tries more kernels, on CUDA"""
+    cuda_graphs: bool = False
+    """record each step of the policy and the update of a minibatch as CUDA graphs, and replay them (experimental)"""
 
     # Run
     time_limit: float | None = None
@@ -294,7 +294,7 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
     return 2 * torch.sigmoid(2 * x) - 1
 
 
-UNROLL = 16  # steps of the recurrence that torch.compile unrolls into one program; a longer segment runs it several times
+UNROLL = 16  # steps of the recurrence in one call; of segments over twice as long, torch.compile compiles that call alone
 
 
 def lstm_forward(x, h, c, dones, weight, bias):
@@ -511,48 +511,50 @@ def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
 
-    def __init__(self, parameters, lr: float, momentum: float, parallel=map):
+    def __init__(self, parameters, lr: torch.Tensor, momentum: float):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
-        self.parallel = parallel  # matrices do not wait for each other
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            longest_first = sorted(group["params"], key=torch.numel, reverse=True)
-            list(self.parallel(functools.partial(self.step_one, group), longest_first))
 
     @torch.no_grad()
-    def step_one(self, group: dict, parameter: torch.Tensor):
-        if parameter not in self.state:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer = self.state[parameter]["momentum_buffer"]
-        buffer.lerp_(parameter.grad, 1 - group["momentum"])
-        update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
-        rows, columns = parameter.shape
-        parameter.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = self.state[parameter]["momentum_buffer"]
+                buffer.lerp_(parameter.grad, 1 - group["momentum"])
+                update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
+                rows, columns = parameter.shape
+                parameter.sub_(update.float() * (group["lr"] * max(1, rows / columns) ** 0.5))
 
 
-def make_optimizers(agent: Agent, args: Args, parallel=map) -> list[torch.optim.Optimizer]:
+def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
     """Muon for matrices with Adam for the rest, or Adam for all."""
-    adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True)
+    device = agent.actor.weight.device
+    adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda")
+    # Learning rates are tensors: a CUDA graph has no other way to see them change.
+    lr, adam_lr = (torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate))
     if args.optimizer == "adam":
-        return [adam(agent.parameters(), lr=args.learning_rate, betas=(args.momentum, 0.999))]
+        return [adam(agent.parameters(), lr=lr, betas=(args.momentum, 0.999))]
     matrices = [p for p in agent.parameters() if p.ndim == 2 and p is not getattr(agent, "actor_logstd", None)]
     rest = [p for p in agent.parameters() if not any(p is m for m in matrices)]
-    return [Muon(matrices, args.learning_rate, args.momentum, parallel), adam(rest, lr=args.adam_learning_rate)]
+    return [Muon(matrices, lr, args.momentum), adam(rest, lr=adam_lr)]
 
 
-def even_shares(n: int, most: int, least: int) -> int:
-    """Into how many equal shares n things are split: at most `most`, none smaller than `least`."""
-    return next(k for k in range(most, 0, -1) if k == 1 or (n % k == 0 and n // k >= least))
+class Recorded:
+    """A function that works in place, on the same tensors at every call: recorded as a CUDA graph at the fourth, then replayed."""
 
+    def __init__(self, function):
+        self.function, self.calls, self.graph, self.results = function, 0, torch.cuda.CUDAGraph(), None
 
-class Inline(Executor):
-    """Runs what is submitted at once: one thread, a GPU, or an iteration that compiles."""
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
+    def __call__(self):
+        self.calls += 1
+        if self.calls < 4:  # what it compiles and allocates once is no part of the graph
+            return self.function()
+        if self.calls == 4:
+            with torch.cuda.graph(self.graph):
+                self.results = self.function()
+        self.graph.replay()
+        return self.results
 
 
 def anneal(schedule: str, progress: float) -> float:
@@ -568,29 +570,23 @@ def train(args: Args, resumed: dict | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
     device = torch.device(args.device)
     seed_everything(args.seed + (resumed["iteration"] if resumed else 0), args.torch_deterministic)
-    # On a CPU every core is a thread that takes its share of a minibatch: that wastes less than to share each product.
-    # While some agents' environments step, the policy acts for the others.
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    executor, pool = Inline(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     if device.type == "cpu":
-        torch.set_num_threads(1)
         keep_freed_memory()
-    envs = make_envs(args, seed=args.seed + (resumed["iteration"] if resumed else 0), num_groups=min(threads, 2))
+    envs = make_envs(args, seed=args.seed + (resumed["iteration"] if resumed else 0))
     T, N = args.num_steps, envs.num_agents
     check_sizes(args, N)
     num_segments = args.minibatch_size // T
+    num_chunks = -(-args.minibatch_size // args.max_minibatch_size)
     num_minibatches = max(1, round(args.update_epochs * N * T / args.minibatch_size))
-    shares = even_shares(num_segments, threads, least=16)
-    num_chunks = shares * -(-args.minibatch_size // (shares * args.max_minibatch_size))
 
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
     if args.load_weights and not resumed:
         load_weights(agent, args.load_weights, "--load-weights")
     parameters = list(agent.parameters())
-    optimizers = make_optimizers(agent, args, pool.map if threads > 1 else map)
-    learning_rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    optimizers = make_optimizers(agent, args)
+    learning_rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     if args.compile:
-        compile_hot_functions(args.compile_mode, args.device, T)
+        compile_hot_functions(args.compile_mode, T)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid become row 0 of the next, its
     # values are the bootstrap, its actions and logprobs count for nothing.
@@ -600,49 +596,70 @@ def train(args: Args, resumed: dict | None = None) -> int:
     actions = torch.zeros((T + 1, N, *envs.action_shape), dtype=torch.float32 if agent.continuous else torch.int64, device=device)
     logprobs, values = (torch.zeros((T + 1, N), device=device) for _ in range(2))
     rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(2))
-    h, c = (torch.zeros((N, args.hidden_size), device=device) for _ in range(2))
+    h, c, start_h, start_c = (torch.zeros((N, args.hidden_size), device=device) for _ in range(4))
+    # What else changes from one iteration to the next is written in place too, so that CUDA graphs find it.
+    noise = agent.sampling_noise(T + 1, N, device=device)
+    lstm_weights = [weight.detach() for weight in agent.lstm_weights()]
+    beta, statistics = torch.zeros((), device=device), torch.zeros(len(LOSSES), device=device)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        """To the device; to a GPU from pinned memory, without waiting."""
+        tensor = torch.as_tensor(array)
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
         received = envs.receive()
         agents = received.agents
-        observations[t, agents] = torch.as_tensor(received.observations)
-        dones[t, agents] = torch.as_tensor(received.dones)
-        valid[t, agents] = torch.as_tensor(received.valid)
+        observations[t, agents] = put(received.observations)
+        dones[t, agents] = put(received.dones)
+        valid[t, agents] = put(received.valid)
         if t > 0:
-            reward = received.rewards.clip(-1, 1) if args.clip_rewards else received.rewards
-            rewards[t - 1, agents] = torch.as_tensor(reward)
+            rewards[t - 1, agents] = put(received.rewards.clip(-1, 1) if args.clip_rewards else received.rewards)
         return agents
 
     @torch.no_grad()
-    def act_at(t: int, rows: slice, weight, bias, noise):
+    def act_at(t: int, rows: slice):
         """Step t of the segment for some agents. Step T is for its value only and leaves h and c as they are."""
         state = (h[rows], c[rows]) if t < T else (h[rows].clone(), c[rows].clone())
         stored = actions[t, rows], logprobs[t, rows], values[t, rows]
-        act(agent, observations[t, rows], dones[t, rows], *state, weight, bias, noise[t, rows], *stored)
+        act(agent, observations[t, rows], dones[t, rows], *state, *lstm_weights, noise[t, rows], *stored)
 
-    def send(t: int, rows: slice, acted: Future):
-        """Waits for the policy's step t and hands its actions to the environments."""
-        with phase("policy"):
-            acted.result()
-        if t < T:
-            with phase("env"):
-                envs.send(actions[t, rows].cpu().numpy())
+    @functools.cache
+    def step_of(t: int, first: int, last: int):
+        """`act_at` as a function without arguments, on a GPU recorded if so told."""
+        function = functools.partial(act_at, t, slice(first, last))
+        return Recorded(function) if args.cuda_graphs else function
 
     def learn(*minibatch):
-        """The gradients of the parameters on a share of a minibatch, and what else `minibatch_loss` returns."""
+        """The gradients of the parameters on a chunk of a minibatch, and what else `minibatch_loss` returns."""
         batch = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T])
         loss, *results = minibatch_loss(agent, *batch, *minibatch, args)
         return torch.autograd.grad(loss, parameters), *results
 
+    def update() -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws a minibatch, takes an optimizer step. Returns the advantages of all segments and the minibatch's statistics."""
+        uniform = torch.rand(num_segments, device=device)
+        *minibatch, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        chunks = map(learn, *(tensor.chunk(num_chunks, dim=-1) for tensor in minibatch))
+        gradients, logratios, newvalues, losses = zip(*chunks)
+        for parameter, *parts in zip(parameters, *gradients):
+            parameter.grad = sum(parts)
+        segments = minibatch[0]
+        ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        return advantages, torch.cat((sum(losses), grad_norm[None]))
+
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
-    first_iteration = iteration
     if resumed:
         load_state_dict(agent, resumed["model"], "--resume")
         for optimizer, state in zip(optimizers, resumed["optimizers"]):
             try:
                 for group, saved in zip(optimizer.param_groups, state["param_groups"]):
                     saved |= {key: value for key, value in group.items() if key not in ("params", "lr")}  # flags win
+                    saved["lr"] = group["lr"].clone().fill_(saved["lr"])
                 optimizer.load_state_dict(state)
             except (ValueError, KeyError) as error:
                 raise UsageError(f"--resume: the optimizer's state is not one of --optimizer {args.optimizer}") from error
@@ -656,32 +673,33 @@ def train(args: Args, resumed: dict | None = None) -> int:
     phase = run.phase
     stop = StopSignals()
 
+    if args.cuda_graphs:
+        update = Recorded(update)
+
     try:
         envs.reset()
-        groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together
+        groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two groups are double-buffered
         while iteration < num_iterations and not stop.signum and not run.out_of_time:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             run.profiler_step(iteration)
-            if threads > 1 and iteration > first_iteration:  # the first one compiles
-                executor = pool
-            start_h, start_c = h.clone(), c.clone()
+            start_h.copy_(h), start_c.copy_(c)
+            noise.copy_(agent.sampling_noise(T + 1, N, device=device))
             with torch.no_grad():
-                weight, bias = agent.lstm_weights()
-                noise = agent.sampling_noise(T + 1, N, device=device)
-            acting = deque()
+                for stored, weight in zip(lstm_weights, agent.lstm_weights()):
+                    stored.copy_(weight)
             for t in range(T + 1):  # T steps, and v_T: the carried state sees the next observation
                 for rows in groups:
                     if t > 0:
                         with phase("env"):
                             receive(t)
                     with phase("policy"):
-                        acting.append((t, rows, executor.submit(act_at, t, rows, weight, bias, noise)))
-                    if executor is not pool or len(acting) == len(groups):
-                        send(*acting.popleft())
+                        step_of(t, rows.start, rows.stop)()
+                        chosen = actions[t, rows].cpu().numpy()
+                    if t < T:
+                        with phase("env"):
+                            envs.send(chosen)
                 if stop.signum:
                     break
-            while acting:
-                send(*acting.popleft())
             if stop.signum:
                 break
 
@@ -690,35 +708,25 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 progress = iteration / num_iterations
                 factor = anneal(args.anneal_lr, progress)
                 for group, lr in zip((group for optimizer in optimizers for group in optimizer.param_groups), learning_rates):
-                    group["lr"] = lr * factor
-                beta = torch.tensor(args.prio_beta0 + (1 - args.prio_beta0) * progress, device=device)
+                    group["lr"].fill_(lr * factor)
+                beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
                 ratio.fill_(1)
-                statistics, updates = torch.zeros(len(LOSSES), device=device), 0
-                for _ in range(num_minibatches):
-                    uniform = torch.rand(num_segments, device=device)
-                    *minibatch, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
-                    if updates == 0:  # ratio 1, the rollout's values
-                        rollout_advantages, rollout_returns = advantages, advantages + values[:T]
-                    chunks = executor.map(learn, *(tensor.chunk(num_chunks, dim=-1) for tensor in minibatch))
-                    gradients, logratios, newvalues, losses = zip(*chunks)
-                    for parameter, *parts in zip(parameters, *gradients):
-                        parameter.grad = sum(parts)
-                    segments = minibatch[0]
-                    ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
-                    grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                    losses = sum(losses)
-                    statistics, updates = statistics + torch.cat((losses, grad_norm[None])), updates + 1
-                    for optimizer in optimizers:
-                        optimizer.step()
+                statistics.zero_()
+                rollout_values = values[:T].clone()
+                for updates in range(1, num_minibatches + 1):
+                    advantages, losses = update()
+                    if updates == 1:  # ratio 1, the rollout's values
+                        rollout_advantages, rollout_returns = advantages.clone(), advantages + rollout_values
+                    statistics += losses
                     if args.target_kl is not None and losses[4] > args.target_kl:
                         break
-                statistics = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
+                losses = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
 
             iteration, step = iteration + 1, step + N * T
 
             # LOGGING, CHECKPOINT
             with phase("log"):
-                if broken := [name for name, value in statistics.items() if not np.isfinite(value)]:
+                if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
                     raise TrainingDiverged(
                         f"{', '.join(broken)} not finite at step {step}; the last good checkpoint is kept; "
                         "try a lower --learning-rate, or --detect-anomaly"
@@ -727,8 +735,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 if iteration == 1 or iteration % args.log_interval == 0 or last:
                     counted = valid[:T] > 0
                     explained_variance = 1 - rollout_advantages[counted].var() / rollout_returns[counted].var()
-                    statistics["explained_variance"] = float(explained_variance)
-                    run.log(iteration, step, statistics, optimizers[0].param_groups[0]["lr"])
+                    losses["explained_variance"] = float(explained_variance)
+                    run.log(iteration, step, losses, float(optimizers[0].param_groups[0]["lr"]))
                 if iteration % args.checkpoint_interval == 0 or last:
                     run.save_checkpoint(iteration, step, optimizers)
             # The next segment begins where this one ended.
@@ -781,32 +789,6 @@ class Step:
     rewards: np.ndarray
     dones: np.ndarray
     valid: np.ndarray
-
-
-class InterleavedEnvs:
-    """Copies of a C environment that take turns at recv and at send: while one steps, the policy acts for another."""
-
-    def __init__(self, copies: list):
-        self.copies, self.driver_env, self.emulated = copies, copies[0], None
-        self.single_observation_space, self.single_action_space = copies[0].single_observation_space, copies[0].single_action_space
-        self.agents_per_batch, self.num_agents = copies[0].num_agents, sum(copy.num_agents for copy in copies)
-        self.receiving, self.sending = itertools.cycle(enumerate(copies)), itertools.cycle(copies)
-
-    def async_reset(self, seed: int):
-        for i, copy in enumerate(self.copies):
-            copy.async_reset(seed + i)
-
-    def recv(self):
-        number, copy = next(self.receiving)
-        *received, ids, mask = copy.recv()
-        return *received, ids + number * self.agents_per_batch, mask
-
-    def send(self, actions):
-        next(self.sending).send(actions)
-
-    def close(self):
-        for copy in self.copies:
-            copy.close()
 
 
 class Envs:
@@ -990,12 +972,13 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
     return env
 
 
-def make_envs(args: Args, seed: int, num_envs: int | None = None, num_groups: int = 1) -> Envs:
-    """Vectorized environments as the arguments say; a C environment in num_groups groups, if large. Raises UsageError."""
+def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
+    """Vectorized environments as the arguments say. Raises UsageError."""
     num_envs = num_envs or args.num_envs
     make = environment_class(args.env_id)
     parameters = inspect.signature(make).parameters
     is_native = inspect.isclass(make) and issubclass(make, pufferlib.PufferEnv) and "num_envs" in parameters
+    num_envs = args.env.get("num_envs", num_envs) if is_native else num_envs
     backend = args.vec_backend
     if backend == "auto":
         backend = "native" if is_native else "serial"
@@ -1010,13 +993,12 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None, num_groups: in
         raise UsageError(f"--num-envs {num_envs}: must be a multiple of --num-workers {args.num_workers}")
     copies, kwargs = num_envs, dict(args.env)
     if is_native:  # one object steps many environments
-        grouped = even_shares(num_envs, num_groups, least=64)
-        copies = {"native": grouped, "serial": 1, "multiprocessing": args.num_workers}[backend]
-        kwargs.setdefault("num_envs", num_envs // copies)
+        copies = args.num_workers if backend == "multiprocessing" else 1
+        kwargs["num_envs"] = num_envs // copies
     creator = functools.partial(make_one, make, seed, os.getpid(), kwargs)
     try:
         if backend == "native":
-            return Envs(creator() if copies == 1 else InterleavedEnvs([creator(seed=i) for i in range(copies)]), seed)
+            return Envs(creator(), seed)
         if backend == "serial":
             return Envs(pufferlib.vector.make(creator, backend="Serial", num_envs=copies), seed)
         batch = copies // 2 if args.num_workers % 2 == 0 else copies  # two halves: one steps while the policy acts on the other
@@ -1207,7 +1189,7 @@ class StopSignals:
         )  # print is not reentrant
 
 
-def compile_hot_functions(mode: str, device: str, num_steps: int):
+def compile_hot_functions(mode: str, num_steps: int):
     """Compiles what runs often. Without a C++ compiler, says so and stays eager."""
     from torch._inductor import cpp_builder
 
@@ -1216,11 +1198,9 @@ def compile_hot_functions(mode: str, device: str, num_steps: int):
     except Exception:
         warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
         return
-    # With the C++ wrapper on a CPU: its programs let go of Python's lock, so threads run side by side.
-    how = {"mode": mode} if device == "cuda" else {"options": {"cpp_wrapper": True}}
-    whole = [minibatch_loss] if num_steps <= 2 * UNROLL else [lstm_forward, lstm_backward, ppo_loss]
-    for function in (act, draw_minibatch, *whole):
-        globals()[function.__name__] = torch.compile(function, dynamic=False, **how)
+    whole = [draw_minibatch, minibatch_loss] if num_steps <= 2 * UNROLL else [lstm_forward, lstm_backward, ppo_loss]
+    for function in (act, *whole):
+        globals()[function.__name__] = torch.compile(function, mode=mode, dynamic=False)
 
 
 # PLUMBING: logging --------------------------------------------------------------------------------------------------------
@@ -1605,6 +1585,8 @@ def check_args(args: Args):
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.cuda_graphs and args.device != "cuda" and not args.evaluate:
+        raise UsageError(f"--cuda-graphs: needs a GPU, and this runs with --device {args.device}")
 
 
 def check_sizes(args: Args, num_agents: int):

@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    ppo.compile_hot_functions("default", "cpu", num_steps=64)
+    ppo.compile_hot_functions("default", num_steps=64)
     rows = []
     for precision in ("float32", "bfloat16"):
         for T, N in ((16, 256), (32, 128), (64, 64), (64, 256)):

@@ -382,5 +382,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a polite kill cleans up as Ctrl-C does
+    for number in (signal.SIGINT, signal.SIGTERM):  # a polite kill cleans up as Ctrl-C does; a shell's background job ignores both
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -104,6 +104,11 @@ def test_wrong_argument_is_one_line_that_names_it(refused, arguments, named):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_graphs_without_cuda(refused):
+    assert "--cuda-graphs" in refused("--cuda-graphs")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_without_cuda(refused):
     line = refused("--device", "cuda")
     assert "--device cuda" in line and "cpu" in line

@@ -9,7 +9,7 @@ import ppo_lstm_puffer as ppo
 TRAIN = ["--no-compile", "--hidden-size", "32", "--precision", "float32", "--log-interval", "20"]
 CARTPOLE = [
     *TRAIN, "--env-id", "cartpole", "--num-envs", "64", "--num-steps", "16", "--minibatch-size", "512", "--update-epochs", "2",
-    "--total-timesteps", "300000", "--gamma", "0.95", "--learning-rate", "0.02", "--vf-clip-coef", "10", "--vf-coef", "0.5",
+    "--total-timesteps", "400000", "--gamma", "0.95", "--learning-rate", "0.01", "--vf-clip-coef", "10", "--vf-coef", "0.5",
     "--ent-coef", "0.01", "--prio-alpha", "0",
 ]  # fmt: skip
 CUE_RECALL = [
@@ -26,12 +26,10 @@ def final(run, key: str, lines: int = 3) -> float:
 
 
 def test_cartpole_is_solved(tmp_path):
-    # Ocean's cartpole stops at 200 steps; 195 over a hundred episodes is what Gym has always called solved at this length.
-    # Hundreds of episodes end within three log lines. At this size the score may fall again later, on about one seed in three.
+    # Ocean's cartpole stops at 200 steps; 195 is the threshold that Gym has always given for this length.
     result = run_script(*CARTPOLE, cwd=tmp_path, small=False)
     assert result.returncode == 0, result.stderr
-    scores = [row["env/score"] for row in read_metrics(newest_run(tmp_path)) if "env/score" in row]
-    assert max(sum(scores[i : i + 3]) / 3 for i in range(len(scores) - 2)) >= 195
+    assert final(newest_run(tmp_path), "env/score") >= 195
 
 
 def test_cue_recall_is_solved_with_memory(tmp_path):
