@@ -7,7 +7,10 @@ PY := $(VENV)/bin/python
 ARGS ?=
 TORCH := 2.13.0
 
-.PHONY: help setup train test evaluate benchmark benchmark-quick benchmark-peers report lint clean
+# Ranks of train-ddp: one per GPU; without one, two.
+NPROC ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | wc -l)),2)
+
+.PHONY: help setup train train-ddp test evaluate benchmark benchmark-quick benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -34,6 +37,9 @@ $(VENV)/.installed: requirements.txt install_pufferlib.sh
 
 train: setup  ## train Breakout with the defaults
 	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
+
+train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py --env-id breakout $(ARGS)
 
 evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
 	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)

@@ -569,10 +569,11 @@ def anneal(schedule: str, progress: float) -> float:
 def train(args: Args, resumed: dict | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
     device = torch.device(args.device)
-    seed_everything(args.seed + (resumed["iteration"] if resumed else 0), args.torch_deterministic)
+    seed = args.seed + (resumed["iteration"] if resumed else 0)
+    seed_everything(seed, args.torch_deterministic)
     if device.type == "cpu":
         keep_freed_memory()
-    envs = make_envs(args, seed=args.seed + (resumed["iteration"] if resumed else 0))
+    envs = make_envs(args, seed)
     T, N = args.num_steps, envs.num_agents
     check_sizes(args, N)
     num_segments = args.minibatch_size // T
@@ -738,12 +739,12 @@ def train(args: Args, resumed: dict | None = None) -> int:
                     losses["explained_variance"] = float(explained_variance)
                     run.log(iteration, step, losses, float(optimizers[0].param_groups[0]["lr"]))
                 if iteration % args.checkpoint_interval == 0 or last:
-                    run.save_checkpoint(iteration, step, optimizers)
+                    run.save_checkpoint(iteration, step, optimizers, rng_state())
             # The next segment begins where this one ended.
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
         exit_reason = stop.name or ("time_limit" if run.out_of_time and iteration < num_iterations else "completed")
         if exit_reason != "completed":
-            run.save_checkpoint(iteration, step, optimizers)
+            run.save_checkpoint(iteration, step, optimizers, rng_state())
     except TrainingDiverged as error:
         exit_reason = f"diverged: {error}"
     except WorkerDied as error:
@@ -1278,9 +1279,10 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        start = time.perf_counter()
+        """Counts the seconds inside, but for those of a phase within this one."""
+        start, others = time.perf_counter(), sum(self.phases.values())
         yield
-        self.phases[name] += time.perf_counter() - start
+        self.phases[name] += time.perf_counter() - start - (sum(self.phases.values()) - others)
 
     @property
     def seconds(self) -> float:
@@ -1348,12 +1350,12 @@ class Run:
                 shown |= {key.rpartition("/")[2]: f"{self.row[key]:.4g}"} if key in self.row else {}
             print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
 
-    def save_checkpoint(self, iteration: int, step: int, optimizers: list[torch.optim.Optimizer]):
+    def save_checkpoint(self, iteration: int, step: int, optimizers: list[torch.optim.Optimizer], rng: dict):
         """The model first, then the trainer state that names it: at every moment a trainer state and its model are whole."""
         model_file = f"model_{self.env_name}_{iteration:06d}.pt"
         state = {
             "iteration": iteration, "step": step, "seconds": self.seconds, "model_file": model_file, "config": asdict(self.args),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng_state(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng,
         }  # fmt: skip
         with self.tolerate("checkpoint"):
             fs, inner = fsspec.url_to_fs(self.folder)
@@ -1606,7 +1608,11 @@ def config_to_flags(config: Any, source: str) -> tuple[list[str], dict[str, Any]
         name = str(key).replace("-", "_")
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
-            raise UsageError(f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            message = f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else "")
+            if not source.startswith("--config"):  # a run of another script of this family
+                warn(f"{message}, ignored")
+                continue
+            raise UsageError(message)
         if name == "env":
             if not isinstance(value, dict):
                 raise UsageError(f"{source}: env must be a mapping of the environment's arguments")

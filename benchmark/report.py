@@ -24,8 +24,19 @@ import numpy as np
 import scipy.stats
 from run import as_curve, steady_speed
 
-NAMES = {"pufferl": "PuffeRL 3.0.0", "sb3": "RecurrentPPO (SB3-contrib)", "sample_factory": "Sample Factory"}
-COLORS = {"ours": "#0072B2", "pufferl": "#D55E00", "sb3": "#009E73", "sample_factory": "#CC79A7"}  # Okabe and Ito's
+NAMES = {
+    "two_ranks": "ours, two ranks",
+    "pufferl": "PuffeRL 3.0.0",
+    "sb3": "RecurrentPPO (SB3-contrib)",
+    "sample_factory": "Sample Factory",
+}
+COLORS = {
+    "ours": "#0072B2",
+    "two_ranks": "#56B4E9",
+    "pufferl": "#D55E00",
+    "sb3": "#009E73",
+    "sample_factory": "#CC79A7",
+}  # Okabe and Ito's
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
 SCORES = (100, 200, 380, 400, 850)
 SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
@@ -146,19 +157,20 @@ def targets(cells: list[dict]) -> str:
     def add(what: str, target: str, measured: str, met: bool):
         rows.append([what, target, measured, "**met**" if met else "not met"])
 
-    for peer, least in (("pufferl", 2.5), ("sb3", 20)):
-        if paired := ratios(kinds["speed"], "ours", peer):
-            measured = f"{spread(paired, ' times')}, 95 % interval {interval(np.median, paired)}"
-            add(f"steady steps/s against {NAMES[peer]}, paired", f"at least {least:g} times", measured, np.median(paired) >= least)
     runs = group_by([cell for cell in kinds["learning"] if cell["env_id"] == "breakout"], "name")
-    seconds = {name: [time_to_score(cell, 380)[0] for cell in runs[name]] for name in ("ours", "pufferl")}
-    if all(seconds.values()):
-        ours, peer = seconds.values()
-        share = np.median(ours) / np.median(peer) if np.isfinite(np.median(ours)) else np.inf
-        measured = f"{spread(ours, ' s')} against {spread(peer, ' s')}: {share:.2f}, 95 % interval {interval(ratio_of_medians, ours, peer)}"
-        add("seconds to a mean score of 380 against PuffeRL's", "at most one fifth", measured, share <= 0.2)
-    if solved := [time_to_score(cell, 850)[0] for cell in runs["ours"]]:
-        add("Breakout solved (mean score 850), every seed", "under 240 s", spread(solved, " s"), max(solved) < 240)
+    for name, who in (("ours", ""), ("two_ranks", ", two ranks")):
+        for peer, least in (("pufferl", 2.5), ("sb3", 20)):
+            if paired := ratios(kinds["speed"], name, peer):
+                measured = f"{spread(paired, ' times')}, 95 % interval {interval(np.median, paired)}"
+                what = f"steady steps/s against {NAMES[peer]}, paired{who}"
+                add(what, f"at least {least:g} times", measured, np.median(paired) >= least)
+        ours, peers = ([time_to_score(cell, 380)[0] for cell in runs[program]] for program in (name, "pufferl"))
+        if ours and peers:
+            share = np.median(ours) / np.median(peers) if np.isfinite(np.median(ours)) else np.inf
+            measured = f"{spread(ours, ' s')} against {spread(peers, ' s')}: {share:.2f}, 95 % interval {interval(ratio_of_medians, ours, peers)}"
+            add(f"seconds to a mean score of 380 against PuffeRL's{who}", "at most one fifth", measured, share <= 0.2)
+        if solved := [time_to_score(cell, 850)[0] for cell in runs[name]]:
+            add(f"Breakout solved (mean score 850), every seed{who}", "under 240 s", spread(solved, " s"), max(solved) < 240)
     if shares := [share for cell in kinds["speed"] if cell["name"] == "ours" and (share := ceiling_share(cell, cells))]:
         add("share of the bfloat16 matrix-product ceiling", "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
     warm = [cell["seconds_to_first_update"] for cell in kinds["startup"] if cell["name"] == "ours" and not cell["cold"]]
@@ -176,12 +188,18 @@ def speed_section(cells: list[dict]) -> str:
     text = "From half of each run's seconds to its end, so compilation does not count. Pairs are runs of the same round.\n"
     for (group, env_id), runs in group_by(cells, "group", "env_id").items():
         names, rows = group_by(runs, "name"), []
-        reference = "ours" if "ours" in names else next(iter(names))
+        reference = next((peer for peer in ("pufferl", "sb3") if peer in names), next(iter(names)))
         for name, some in names.items():
-            paired = ratios(runs, reference, name) if name != reference else []
+            paired = ratios(runs, name, reference) if name != reference else []
             columns = [spread([cell[key] for cell in some]) for key in ("sps_steady", "peak_rss_mib")]
             rows.append([NAMES.get(name, name), *columns, spread(paired), interval(np.median, paired) if paired else "-"])
-        head = ["program", "steps/s", "peak memory of all its processes, MiB", f"{reference} by this, paired", "95 % interval"]
+        head = [
+            "program",
+            "steps/s",
+            "peak memory of all its processes, MiB",
+            f"times {NAMES.get(reference, reference)}, paired",
+            "95 % interval",
+        ]
         text += f"\n**{group}**, {env_id}\n\n{table(head, rows)}"
     return text
 
@@ -198,6 +216,21 @@ def learning_section(cells: list[dict]) -> str:
                 rows.append([f"million steps to {score}", *(spread([steps / 1e6 for _, steps in one]) for one in reached)])
         text += f"\n{table([env_id, *(NAMES.get(name, name) for name in names)], rows)}"
     return text
+
+
+def ranks_section(cells: list[dict]) -> str:
+    """The first program is one rank on a core; another's efficiency is its speed by its number of ranks, x, times the first's."""
+    names, rows = group_by(cells, "name"), []
+    base = next(iter(names))
+    for name, some in names.items():
+        paired, x = ratios(cells, name, base), some[0]["x"]
+        share = spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %") if x else "-"
+        efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"
+        rows.append(
+            [name, spread([cell["sps_steady"] for cell in some]), spread(paired) if name != base else "-", efficiency, share]
+        )
+    head = ["", "steps/s", f"times {base}, paired", "of ideal scaling from it", "waiting for sums over ranks"]
+    return f"Two cores; in turn, so that the machine's drift hurts all alike.\n\n{table(head, rows)}"
 
 
 def startup_section(cells: list[dict]) -> str:
@@ -394,6 +427,8 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         section("Targets", promised)
     if kinds["speed"]:
         section("Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"])
+    if kinds["ranks"]:
+        section("Ranks", ranks_section(kinds["ranks"]), "ranks", plot_speed, kinds["ranks"])
     if learning:
         section("Learning", learning_section(learning), "learning", plot_learning, learning)
     if phases:
