@@ -86,7 +86,7 @@ class Args:
     """a PufferLib Ocean name (breakout, pong, ...), a Gymnasium id (CartPole-v1, module:Name-v0), or a module with parallel_env (PettingZoo)"""
     env: dict[str, Any] = field(default_factory=dict)
     """arguments of the environment itself, each as --env.KEY VALUE"""
-    num_envs: int = 512
+    num_envs: int = 1024
     """environments stepped in parallel (an environment may hold several agents)"""
     vec_backend: Literal["auto", "native", "serial", "multiprocessing"] = "auto"
     """native: the C environment vectorizes itself; serial: copies in this process; multiprocessing: in workers, double-buffered; auto: native where possible, else serial"""
@@ -96,7 +96,7 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 30_000_000
+    total_timesteps: int = 46_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
     learning_rate: float = 0.03
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
@@ -114,7 +114,7 @@ class Args:
     """discount factor"""
     gae_lambda: float = 0.9
     """lambda of the advantage estimate"""
-    minibatch_size: int = 4096
+    minibatch_size: int = 8192
     """steps per gradient update: minibatch_size / num_steps whole segments"""
     max_minibatch_size: int = 32768
     """above this many steps a minibatch is split, and gradients are accumulated"""
@@ -251,9 +251,16 @@ class Agent(nn.Module):
         """Observations (T, N, *obs) of any dtype to features (T, N, hidden) in the compute dtype."""
         T, N = observations.shape[:2]
         x = observations.flatten(0, 1)
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            x = self.encoder(self.as_image(x) if self.image else x.flatten(1).float())
-        return x.to(self.dtype).view(T, N, -1)
+        x = (self.as_image(x) if self.image else x.flatten(1)).to(self.dtype)
+        # Cast by hand: a function with torch.autocast inside is compiled anew in every process, since nothing caches it.
+        for layer in self.encoder.modules():
+            if isinstance(layer, nn.Linear):
+                x = nn.functional.linear(x, layer.weight.to(self.dtype), layer.bias.to(self.dtype))
+            elif isinstance(layer, nn.Conv2d):
+                x = nn.functional.conv2d(x, layer.weight.to(self.dtype), layer.bias.to(self.dtype), layer.stride)
+            elif not isinstance(layer, nn.Sequential):
+                x = layer(x)
+        return x.view(T, N, -1)
 
     def lstm_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[W_ih | W_hh] (4H, 2H) in the compute dtype, b_ih + b_hh (4H) float32: one product per step instead of two."""
@@ -1316,6 +1323,7 @@ def compile_hot_functions(mode: str, num_steps: int):
     except Exception:
         warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
         return
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # LSTM: else it is traced anew in every process
     whole = (
         [draw_minibatch, weigh_minibatch, minibatch_loss] if num_steps <= 2 * UNROLL else [lstm_forward, lstm_backward, ppo_loss]
     )

@@ -1,0 +1,45 @@
+"""torch's cache of compiled functions: a second start finds them all, and a changed gradient is not mistaken for the old one."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import SMALL, environment, newest_run, read_metrics
+
+RUN = """
+import json, sys
+import torch._dynamo.utils
+import ppo_lstm_puffer as ppo
+
+factor, original = float(sys.argv.pop(1)), ppo.lstm_backward
+if factor != 1:  # what a fork may change
+    def lstm_backward(*arguments):
+        dgates, dh, dc = original(*arguments)
+        return factor * dgates, dh, dc
+    ppo.lstm_backward = lstm_backward
+code = ppo.main()
+print(json.dumps(torch._dynamo.utils.counters["aot_autograd"]))
+sys.exit(code)
+"""
+
+
+def compiled_run(factor: float, folder) -> tuple[dict, float]:
+    """The cache's counters, and the gradient's norm at the end of a small compiled run with its compile cache in folder."""
+    arguments = [*SMALL, "--num-steps", "4", "--minibatch-size", "32", "--total-timesteps", "128", "--compile"]
+    command = [sys.executable, "-c", RUN, str(factor), *arguments]
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    result = subprocess.run(command, cwd=folder, env=environment() | cache, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]), read_metrics(newest_run(folder))[-1]["losses/grad_norm"]
+
+
+def test_second_start_finds_every_function_and_a_changed_gradient_is_compiled_anew(tmp_path):
+    first, norm = compiled_run(1, tmp_path)
+    assert first["autograd_cache_miss"] == first["total"] >= 3
+    second, same = compiled_run(1, tmp_path)
+    assert second["autograd_cache_hit"] == second["total"] == first["total"]
+    assert same == norm
+    changed, other = compiled_run(3, tmp_path)
+    assert changed["autograd_cache_miss"] == 1
+    assert other != pytest.approx(norm, rel=1e-3)
