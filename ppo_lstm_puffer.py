@@ -86,7 +86,7 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 46_000_000
+    total_timesteps: int = 44_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
     learning_rate: float = 0.03
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
@@ -100,7 +100,7 @@ class Args:
     """schedule of the learning rate, down to zero at --total-timesteps"""
     num_steps: int = 32
     """segment length T: steps per agent between two updates, and the span of backpropagation through time"""
-    gamma: float = 0.995
+    gamma: float = 0.998
     """discount factor"""
     gae_lambda: float = 0.9
     """lambda of the advantage estimate"""
@@ -120,7 +120,7 @@ class Args:
     """clip range of the value"""
     vf_coef: float = 2.0
     """weight of the value loss"""
-    ent_coef: float = 0.002
+    ent_coef: float = 0.004
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
