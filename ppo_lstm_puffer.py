@@ -76,7 +76,7 @@ class Args:
     """a PufferLib Ocean name (breakout, pong, ...), a Gymnasium id (CartPole-v1, module:Name-v0), or a module with parallel_env (PettingZoo)"""
     env: dict[str, Any] = field(default_factory=dict)
     """arguments of the environment itself, each as --env.KEY VALUE"""
-    num_envs: int = 1024
+    num_envs: int = 512
     """environments stepped in parallel (an environment may hold several agents)"""
     vec_backend: Literal["auto", "native", "serial", "multiprocessing"] = "auto"
     """native: the C environment vectorizes itself; serial: copies in this process; multiprocessing: in workers, double-buffered; auto: native where possible, else serial"""
@@ -86,7 +86,7 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 44_000_000
+    total_timesteps: int = 30_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
     learning_rate: float = 0.03
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
@@ -100,11 +100,11 @@ class Args:
     """schedule of the learning rate, down to zero at --total-timesteps"""
     num_steps: int = 32
     """segment length T: steps per agent between two updates, and the span of backpropagation through time"""
-    gamma: float = 0.998
+    gamma: float = 0.995
     """discount factor"""
     gae_lambda: float = 0.9
     """lambda of the advantage estimate"""
-    minibatch_size: int = 8192
+    minibatch_size: int = 4096
     """steps per gradient update: minibatch_size / num_steps whole segments"""
     max_minibatch_size: int = 32768
     """above this many steps a minibatch is split, and gradients are accumulated"""
@@ -120,7 +120,7 @@ class Args:
     """clip range of the value"""
     vf_coef: float = 2.0
     """weight of the value loss"""
-    ent_coef: float = 0.004
+    ent_coef: float = 0.002
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
