@@ -192,6 +192,17 @@ def variant(cell: dict, **changes) -> dict:
     return cell | {"curve": curve} | changes
 
 
+def test_efficiency_of_ranks_is_their_speed_by_their_number_times_that_of_one():
+    cells = []
+    for seed, speeds in ((1, (100, 190, 160)), (2, (80, 160, 120))):
+        for (name, x), speed in zip({"one": 1, "two ranks": 2, "threads": None}.items(), speeds):
+            cell = {"group": "ranks", "env_id": "breakout", "seed": seed, "name": name, "x": x, "sps_steady": float(speed)}
+            cells.append(cell | {"phase_shares": {"reduce": 0.05 * (x or 0)}})
+    lines = {line.split(" | ")[0].strip("| "): line for line in report.ranks_section(cells).splitlines() if line.startswith("|")}
+    assert "| 1.95 (1.9 to 2, n = 2) | 0.975 (0.95 to 1, n = 2) | 10 % (10 to 10, n = 2) |" in lines["two ranks"]
+    assert lines["threads"].endswith("| 1.55 (1.5 to 1.6, n = 2) | - | - |")
+
+
 def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     base = stored(ran)["ours__breakout__1"]
     cells = [stored(ran)["bad__breakout__1"]]
