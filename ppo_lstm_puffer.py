@@ -1606,8 +1606,8 @@ def check_sizes(args: Args, num_agents: int):
         )
 
 
-def config_to_flags(config: Any, source: str) -> tuple[list[str], dict[str, Any]]:
-    """A mapping of arguments as command-line flags, and the environment's arguments."""
+def config_to_flags(config: Any, source: str, strict: bool) -> tuple[list[str], dict[str, Any]]:
+    """A mapping of arguments as command-line flags, and the environment's arguments. Not strict: an unknown key is skipped."""
     if not isinstance(config, dict):
         raise UsageError(f"{source}: not a mapping of arguments")
     defaults = {item.name: getattr(Args(), item.name) for item in fields(Args)}
@@ -1617,10 +1617,10 @@ def config_to_flags(config: Any, source: str) -> tuple[list[str], dict[str, Any]
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
             message = f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else "")
-            if not source.startswith("--config"):  # a run of another script of this family
-                warn(f"{message}, ignored")
-                continue
-            raise UsageError(message)
+            if strict:
+                raise UsageError(message)
+            warn(f"{message}, ignored")  # a run of another script of this family
+            continue
         if name == "env":
             if not isinstance(value, dict):
                 raise UsageError(f"{source}: env must be a mapping of the environment's arguments")
@@ -1664,15 +1664,15 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
             loaded = yaml.safe_load(read_bytes(config, "--config"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UsageError(f"--config {config}: not YAML ({' '.join(str(error).split())[:120]})") from error
-        base, base_env = config_to_flags(loaded, f"--config {config}")
+        base, base_env = config_to_flags(loaded, f"--config {config}", strict=True)
     elif resume := given.get("resume"):
         resumed = load_checkpoint(find_run(resume, given.get("output_dir", Args.output_dir), "--resume"), "--resume")
-        base, base_env = config_to_flags(resumed["config"], f"--resume {resume}")
+        base, base_env = config_to_flags(resumed["config"], f"--resume {resume}", strict=False)
     elif path := given.get("evaluate"):
         with contextlib.suppress(UsageError, yaml.YAMLError):
             folder = find_run(path, given.get("output_dir", Args.output_dir), "--evaluate")
             base, base_env = config_to_flags(
-                yaml.safe_load(read_bytes(f"{folder}/config.yaml", "--config")), f"{folder}/config.yaml"
+                yaml.safe_load(read_bytes(f"{folder}/config.yaml", "--config")), f"{folder}/config.yaml", strict=False
             )
     if given.get("resume") and resumed is None:
         raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")

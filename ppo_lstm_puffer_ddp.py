@@ -435,7 +435,7 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, args):
     """Advantages from the newest values and ratios, and this rank's share of a minibatch of segments drawn by them.
 
     values, dones, valid (T + 1, N), rewards, ratio (T, N): see `compute_advantages`; uniform (B): see `sample_segments`.
-    Returns what `weigh_minibatch` needs, the row (4) that it needs of every rank, and the advantages of all segments (T, N).
+    Returns what `weigh_minibatch` needs, the summary (4) that it needs of every rank, and the advantages of all segments (T, N).
     """
     values, next_value, valid = values[:-1], values[-1], valid[:-1]
     all_advantages = compute_advantages(
@@ -446,18 +446,18 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, args):
     count = weight.sum()
     mean = (weight * advantages).sum() / count.clamp_min(1)
     variance = (weight * (advantages - mean) ** 2).sum() / count.clamp_min(1)
-    row = torch.stack((total, count, mean, variance))
-    return segments, priorities, total, advantages, advantages + values, values, weight, row, all_advantages
+    summary = torch.stack((total, count, mean, variance))
+    return segments, priorities, total, advantages, advantages + values, values, weight, summary, all_advantages
 
 
-def weigh_minibatch(segments, priorities, total, advantages, returns, values, weight, rows, num_segments, beta, args):
+def weigh_minibatch(segments, priorities, total, advantages, returns, values, weight, summaries, num_segments, beta, args):
     """Makes one minibatch of the ranks' shares: priorities, weights and the advantages' normalization are those of all together.
 
-    rows (ranks, 4), num_segments: how many segments of all ranks the minibatch was drawn from. Drawing from all of them would
+    summaries (ranks, 4); num_segments: how many segments of all ranks the minibatch was drawn from. Drawing from all of them would
     take from each rank in proportion to its priorities. Each takes an equal number instead, and its steps weigh in proportion.
     Returns, of this rank's segments, what `ppo_loss` needs; weight sums to 1 over all ranks, so losses and gradients are summed.
     """
-    totals, counts, means, variances = rows.unbind(1)
+    totals, counts, means, variances = summaries.unbind(1)
     share = totals * counts
     share = share / share.sum().clamp_min(1e-30)
     mean = (share * means).sum()
@@ -613,8 +613,8 @@ def train(args: Args, job: dist.Store, resumed: dict | None = None) -> int:
     if args.load_weights and not resumed:
         load_weights(agent, args.load_weights, "--load-weights")
     parameters = list(agent.parameters())
-    for parameter in parameters:
-        with other_ranks():
+    with other_ranks():
+        for parameter in parameters:
             dist.broadcast(parameter.data, src=0)
     optimizers = make_optimizers(agent, args)
     learning_rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
@@ -672,33 +672,33 @@ def train(args: Args, job: dist.Store, resumed: dict | None = None) -> int:
         return torch.autograd.grad(loss, parameters), *results
 
     def draw():
-        """This rank's share of a minibatch for `weigh_minibatch`, the rows of all ranks with only its own filled in, and the advantages."""
+        """This rank's share of a minibatch for `weigh_minibatch`, the ranks' summaries with only its own filled in, and the advantages."""
         uniform = torch.rand(num_segments, device=device)
-        *drawn, row, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, args)
-        rows = torch.zeros((WORLD_SIZE, len(row)), device=device)
-        rows[RANK] = row
-        return drawn, rows, advantages
+        *drawn, summary, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, args)
+        summaries = torch.zeros((WORLD_SIZE, len(summary)), device=device)
+        summaries[RANK] = summary
+        return drawn, summaries, advantages
 
-    def update(drawn, rows, last: bool):
+    def update(drawn, summaries, last: bool):
         """Takes an optimizer step on a minibatch. Returns the next one, as `draw` does, unless it was the last; and statistics."""
-        minibatch = weigh_minibatch(*drawn, rows, N * WORLD_SIZE, beta, args)
+        minibatch = weigh_minibatch(*drawn, summaries, N * WORLD_SIZE, beta, args)
         chunks = map(learn, *(tensor.chunk(num_chunks, dim=-1) for tensor in minibatch))
         gradients, logratios, newvalues, losses = zip(*chunks)
         segments = minibatch[0]
         ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
         # The next minibatch needs the new values and ratios but not the new parameters. So one sum over ranks does for all:
-        # the gradients, the losses, whether to stop, and the next minibatch's rows.
-        drawn, rows, _ = (None, torch.zeros_like(rows), None) if last else draw()
-        flat = torch.cat([sum(parts).flatten() for parts in zip(*gradients)] + [sum(losses), stopping, rows.flatten()])
+        # the gradients, the losses, whether to stop, and the next minibatch's summaries.
+        drawn, summaries, _ = (None, torch.zeros_like(summaries), None) if last else draw()
+        flat = torch.cat([sum(parts).flatten() for parts in zip(*gradients)] + [sum(losses), stopping, summaries.flatten()])
         with phase("reduce"):
             sum_over_ranks(flat)
-        *gradients, losses, rows = flat.split([*(p.numel() for p in parameters), len(LOSSES) - 1, rows.numel()])
+        *gradients, losses, summaries = flat.split([*(p.numel() for p in parameters), len(LOSSES) - 1, summaries.numel()])
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = gradient.view_as(parameter)
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return drawn, rows.view(WORLD_SIZE, -1), torch.cat((losses, grad_norm[None]))
+        return drawn, summaries.view(WORLD_SIZE, -1), torch.cat((losses, grad_norm[None]))
 
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
     if resumed:
@@ -759,17 +759,16 @@ def train(args: Args, job: dist.Store, resumed: dict | None = None) -> int:
                 stopping.fill_(bool(stop.signum) or run.out_of_time)
                 statistics.zero_()
                 rollout_values = values[:T].clone()
-                drawn, rows, rollout_advantages = draw()  # ratio 1, the rollout's values
+                drawn, summaries, rollout_advantages = draw()  # ratio 1, the rollout's values
                 rollout_returns = rollout_advantages + rollout_values
                 with phase("reduce"):
-                    sum_over_ranks(rows)
+                    sum_over_ranks(summaries)
                 for updates in range(1, num_minibatches + 1):
-                    drawn, rows, losses = update(drawn, rows, last=updates == num_minibatches)
+                    drawn, summaries, losses = update(drawn, summaries, last=updates == num_minibatches)
                     statistics += losses
                     if args.target_kl is not None and losses[4] > args.target_kl:
                         break
                 losses = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
-
                 stopped = losses.pop("stopping") > 0  # some rank was told to: all stop after the same iteration
 
             iteration, step = iteration + 1, step + N * T * WORLD_SIZE
@@ -1743,8 +1742,8 @@ def check_sizes(args: Args, num_agents: int):
         )
 
 
-def config_to_flags(config: Any, source: str) -> tuple[list[str], dict[str, Any]]:
-    """A mapping of arguments as command-line flags, and the environment's arguments."""
+def config_to_flags(config: Any, source: str, strict: bool) -> tuple[list[str], dict[str, Any]]:
+    """A mapping of arguments as command-line flags, and the environment's arguments. Not strict: an unknown key is skipped."""
     if not isinstance(config, dict):
         raise UsageError(f"{source}: not a mapping of arguments")
     defaults = {item.name: getattr(Args(), item.name) for item in fields(Args)}
@@ -1754,10 +1753,10 @@ def config_to_flags(config: Any, source: str) -> tuple[list[str], dict[str, Any]
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
             message = f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else "")
-            if not source.startswith("--config"):  # a run of another script of this family
-                warn(f"{message}, ignored")
-                continue
-            raise UsageError(message)
+            if strict:
+                raise UsageError(message)
+            warn(f"{message}, ignored")  # a run of another script of this family
+            continue
         if name == "env":
             if not isinstance(value, dict):
                 raise UsageError(f"{source}: env must be a mapping of the environment's arguments")
@@ -1801,15 +1800,15 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
             loaded = yaml.safe_load(read_bytes(config, "--config"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UsageError(f"--config {config}: not YAML ({' '.join(str(error).split())[:120]})") from error
-        base, base_env = config_to_flags(loaded, f"--config {config}")
+        base, base_env = config_to_flags(loaded, f"--config {config}", strict=True)
     elif resume := given.get("resume"):
         resumed = load_checkpoint(find_run(resume, given.get("output_dir", Args.output_dir), "--resume"), "--resume")
-        base, base_env = config_to_flags(resumed["config"], f"--resume {resume}")
+        base, base_env = config_to_flags(resumed["config"], f"--resume {resume}", strict=False)
     elif path := given.get("evaluate"):
         with contextlib.suppress(UsageError, yaml.YAMLError):
             folder = find_run(path, given.get("output_dir", Args.output_dir), "--evaluate")
             base, base_env = config_to_flags(
-                yaml.safe_load(read_bytes(f"{folder}/config.yaml", "--config")), f"{folder}/config.yaml"
+                yaml.safe_load(read_bytes(f"{folder}/config.yaml", "--config")), f"{folder}/config.yaml", strict=False
             )
     if given.get("resume") and resumed is None:
         raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")

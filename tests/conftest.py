@@ -39,18 +39,24 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 
-def run_script(*arguments: str, cwd, small: bool = True, timeout: float = 120, script=SCRIPT) -> subprocess.CompletedProcess:
+PYTHON = (sys.executable,)  # what a script is launched by; torchrun is another
+
+
+def command_of(*arguments, launcher=PYTHON, small: bool = True, script=SCRIPT) -> list[str]:
+    return [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
+
+
+def run_script(*arguments: str, cwd, timeout: float = 120, **kwargs) -> subprocess.CompletedProcess:
     """Runs the script in cwd (its runs/ goes there) and returns the finished process with its output as text."""
-    command = [sys.executable, str(script), *(SMALL if small else []), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
-
-
-def start_script(*arguments: str, cwd, small: bool = True, script=SCRIPT, **kwargs) -> subprocess.Popen:
-    """Starts the script and returns at once: for tests that kill it."""
-    command = [sys.executable, str(script), *(SMALL if small else []), *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    return subprocess.run(
+        command_of(*arguments, **kwargs), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
     )
+
+
+def start_script(*arguments: str, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, **kwargs) -> subprocess.Popen:
+    """Starts the script and returns at once: for tests that kill it."""
+    options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
+    return subprocess.Popen(command_of(*arguments, launcher=launcher, small=small, script=script), cwd=cwd, **options)
 
 
 def newest_run(cwd) -> pathlib.Path:

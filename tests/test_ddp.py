@@ -9,37 +9,36 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 
 import psutil
 import pytest
+import test_runs
 import torch
-from conftest import ROOT, SCRIPT, SMALL, environment, newest_run, read_metrics, run_script
+from conftest import PYTHON, ROOT, SCRIPT, environment, newest_run, read_metrics, run_script, start_script
 from test_learning import CARTPOLE, final
-from test_runs import equal, exit_reason, without_clock
+from test_runs import LONG, alive, equal, exit_reason, without_clock
 
 import ppo_lstm_puffer_ddp as ddp
 
 DDP = ROOT / "ppo_lstm_puffer_ddp.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def torchrun(*options) -> list[str]:
-    return [*TORCHRUN, *(options or ("--standalone", "--nproc-per-node=2"))]
+    return [*PYTHON, "-m", "torch.distributed.run", *(options or ("--standalone", "--nproc-per-node=2"))]
 
 
-def run_ranks(*arguments, cwd, launcher=None, small: bool = True, timeout: float = 120, script=DDP) -> subprocess.CompletedProcess:
-    """Runs the script on two ranks in cwd and returns the finished process with its output as text."""
-    command = [*(launcher or torchrun()), str(script), *(SMALL if small else []), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+RANKS = {"launcher": torchrun(), "script": DDP}
 
 
-def succeed(*arguments, cwd, **kwargs) -> pathlib.Path:
-    result = run_ranks(*arguments, cwd=cwd, **kwargs)
-    assert result.returncode == 0, result.stderr
-    return newest_run(cwd)
+def run_ranks(*arguments, **kwargs) -> subprocess.CompletedProcess:
+    """`run_script` with this script on two ranks."""
+    return run_script(*arguments, **RANKS | kwargs)
+
+
+def succeed(*arguments, **kwargs) -> pathlib.Path:
+    return test_runs.succeed(*arguments, **RANKS | kwargs)
 
 
 def metrics(run: pathlib.Path) -> dict:
@@ -60,7 +59,7 @@ def finished(tmp_path_factory):
 
 DIFFERENT = {  # what data parallelism changes; everything else that both scripts define is the same text
     "Args", "LOSSES", "sample_segments", "draw_minibatch", "normalize_advantages", "train", "compile_hot_functions", "dashboard", "LIMITS", "main",
-    "Run.__init__", "Run.log", "Run.close", "Recorded",
+    "Run.__init__", "Run.log", "Run.close",
 }  # fmt: skip
 
 
@@ -84,7 +83,7 @@ def definitions(path: pathlib.Path) -> dict[str, str]:
 def test_shared_definitions_are_the_same_text():
     reference, other = definitions(SCRIPT), definitions(DDP)
     differing = {name for name in reference if other.get(name) != reference[name]}
-    assert differing <= DIFFERENT, f"differ: {differing - DIFFERENT}"
+    assert differing == DIFFERENT
     assert len(reference) > 80
 
 
@@ -100,8 +99,8 @@ def same_data(tmp_path_factory):
     ]  # fmt: skip
     results = {}
     for name, launcher, script in (
-        ("reference", [sys.executable], "ppo_lstm_puffer"),
-        ("one", [sys.executable], "ppo_lstm_puffer_ddp"),
+        ("reference", PYTHON, "ppo_lstm_puffer"),
+        ("one", PYTHON, "ppo_lstm_puffer_ddp"),
         ("two", torchrun(), "ppo_lstm_puffer_ddp"),
     ):
         out = tmp_path_factory.mktemp(name)
@@ -141,8 +140,8 @@ def shares_of_a_minibatch(beta: float, draws: int, norm_adv: bool, valid_share: 
         dones, valid = (torch.rand(T + 1, n) < 0.2).float(), (torch.rand(T + 1, n) < valid_share).float()
         batches.append((values, rewards, dones, valid, ratio))
     drawn = [ddp.draw_minibatch(*batch, torch.rand(draws), args) for batch in batches]
-    rows = torch.stack([row for *_, row, _ in drawn])
-    shares = [ddp.weigh_minibatch(*parts, rows, 2 * n, torch.tensor(beta), args) for *parts, _, _ in drawn]
+    summaries = torch.stack([summary for *_, summary, _ in drawn])
+    shares = [ddp.weigh_minibatch(*parts, summaries, 2 * n, torch.tensor(beta), args) for *parts, _, _ in drawn]
     return shares, torch.cat([advantages for *_, advantages in drawn], 1), n
 
 
@@ -210,14 +209,12 @@ def test_rank_0_alone_writes_and_the_metrics_name_the_ranks(finished):
 def test_episodes_of_all_ranks_are_counted(tmp_path):
     # cartpole's episodes are 200 steps at most: of 16 environments stepped 320 times each, every one ends, on either rank.
     arguments = ["--env-id", "cartpole", "--total-timesteps", "5120", "--log-interval", "1000"]
-    two, one = (
-        read_metrics(succeed(*arguments, cwd=tmp_path, launcher=launcher))[-1] for launcher in (torchrun(), [sys.executable])
-    )
+    two, one = (read_metrics(succeed(*arguments, cwd=tmp_path, launcher=launcher))[-1] for launcher in (torchrun(), PYTHON))
     assert two["episodes"] == pytest.approx(one["episodes"], rel=0.3)
 
 
 def test_script_without_torchrun_is_one_process(tmp_path):
-    run = succeed(cwd=tmp_path, launcher=[sys.executable])
+    run = succeed(cwd=tmp_path, launcher=PYTHON)
     assert metrics(run)["ranks"]["world_size"] == 1
     reference = run_script(cwd=tmp_path)
     assert reference.returncode == 0
@@ -261,12 +258,12 @@ def test_evaluation_plays_once(finished, tmp_path):
 MORE = ["--total-timesteps", "4096"]
 
 
-@pytest.mark.parametrize("launcher", [torchrun(), [sys.executable]], ids=["two ranks", "one process"])
+@pytest.mark.parametrize("launcher", [torchrun(), PYTHON], ids=["two ranks", "one process"])
 def test_checkpoint_of_two_ranks_resumes_on(finished, tmp_path, launcher):
     copy = pathlib.Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
     run = succeed("--resume", "latest", *MORE, cwd=tmp_path, launcher=launcher)
     assert run == copy and [row["step"] for row in read_metrics(run)] == list(range(256, 4097, 256))
-    assert len(state(run)["rng"]["other_ranks"]) == (1 if launcher != [sys.executable] else 0)
+    assert len(state(run)["rng"]["other_ranks"]) == (1 if launcher != PYTHON else 0)
 
 
 def test_runs_of_this_script_and_of_the_reference_resume_in_each_other(finished, tmp_path):
@@ -286,7 +283,8 @@ def test_run_of_this_script_is_evaluated_by_the_reference(finished, tmp_path):
 
 # Lost ranks.
 
-LONG = ["--total-timesteps", "100_000_000", "--checkpoint-interval", "8"]
+CHECKPOINTS = ["--checkpoint-interval", "8"]
+STEPS = ["--total-timesteps", "65536", *CHECKPOINTS]  # some seconds
 
 
 def ranks_of(job: subprocess.Popen) -> dict[int, psutil.Process]:
@@ -300,76 +298,64 @@ def ranks_of(job: subprocess.Popen) -> dict[int, psutil.Process]:
 
 
 @pytest.fixture
-def job(tmp_path):
-    """Starts torchrun in tmp_path, waits for a checkpoint; kills what is left at the end."""
+def start(tmp_path):
+    """Starts torchrun in tmp_path with its output in a file there; kills what is left at the end."""
     started = []
 
-    def start(*arguments, launcher) -> tuple[subprocess.Popen, pathlib.Path]:
-        with open(tmp_path / "output", "w") as output:
-            process = subprocess.Popen(
-                [*launcher, str(DDP), *SMALL, *arguments],
-                cwd=tmp_path,
-                env=environment(),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        started.append(process)
-        deadline = time.monotonic() + 60
-        while not (states := list(tmp_path.glob("runs/*/trainer_state.pt"))):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
-            time.sleep(0.01)
-        return process, states[0].parent
+    def start_job(*arguments, launcher, output="output", **variables) -> subprocess.Popen:
+        with open(tmp_path / output, "w") as file:
+            options = {"stdout": file, "stderr": file, "start_new_session": True, "env": environment() | variables}
+            started.append(start_script(*arguments, cwd=tmp_path, script=DDP, launcher=launcher, **options))
+        return started[-1]
 
-    yield start
+    yield start_job
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def all_gone(processes, timeout: float = 10) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=timeout)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+def first_checkpoint(folder: pathlib.Path, *jobs: subprocess.Popen) -> pathlib.Path:
+    """Waits for a checkpoint. Returns the run's folder."""
+    deadline = time.monotonic() + 90
+    while not (states := list(folder.glob("runs/*/trainer_state.pt"))):
+        outputs = [path.read_text() for path in folder.iterdir() if path.is_file()]
+        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), "\n".join(outputs)
+        time.sleep(0.01)
+    return states[0].parent
 
 
-def test_killed_rank_restarts_the_job_from_its_last_checkpoint(job, tmp_path):
-    process, run = job(
-        "--total-timesteps",
-        "65536",
-        "--checkpoint-interval",
-        "8",
-        launcher=torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=3"),
-    )
-    first = ranks_of(process)
+def test_killed_rank_restarts_the_job_from_its_last_checkpoint(start, tmp_path):
+    job = start(*STEPS, launcher=torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=3"))
+    run, first = first_checkpoint(tmp_path, job), ranks_of(job)
     first[1].kill()
-    assert process.wait(120) == 0, (tmp_path / "output").read_text()
+    assert job.wait(120) == 0, (tmp_path / "output").read_text()
     assert exit_reason(run) == "completed" and metrics(run)["timesteps"] == 65536
     assert list(tmp_path.glob("runs/*")) == [run]
     assert [row["step"] for row in read_metrics(run)] == list(range(256, 65537, 256))
-    assert all_gone(first.values())
+    assert not alive(first.values(), 10)
 
 
-def test_rank_that_hangs_is_noticed(job, tmp_path):
-    process, run = job(*LONG, "--dist-timeout", "3", launcher=torchrun())
-    ranks = ranks_of(process)
+def test_rank_that_hangs_is_noticed(start, tmp_path):
+    job = start(*LONG, *CHECKPOINTS, "--dist-timeout", "3", launcher=torchrun())
+    run, ranks = first_checkpoint(tmp_path, job), ranks_of(job)
     ranks[1].suspend()
-    assert process.wait(90) != 0
+    assert job.wait(90) != 0
     assert "error: rank lost" in (tmp_path / "output").read_text() and "--dist-timeout" in exit_reason(run)
-    assert all_gone(ranks.values())
+    assert not alive(ranks.values(), 10)
 
 
 @pytest.mark.parametrize("victim", ["torchrun", "killed torchrun", "one rank"])
-def test_sigterm_writes_a_checkpoint_and_leaves_no_process(job, tmp_path, victim):
-    process, run = job(*LONG, launcher=torchrun())
-    ranks = ranks_of(process)
+def test_sigterm_writes_a_checkpoint_and_leaves_no_process(start, tmp_path, victim):
+    job = start(*LONG, *CHECKPOINTS, launcher=torchrun())
+    run, ranks = first_checkpoint(tmp_path, job), ranks_of(job)
     if victim == "torchrun":
-        process.terminate()
+        job.terminate()
     elif victim == "killed torchrun":
-        process.kill()
+        job.kill()
     else:
         ranks[1].terminate()
-    process.wait(60)
-    assert all_gone(ranks.values(), 30)
+    job.wait(60)
+    assert not alive(ranks.values(), 30)
     assert exit_reason(run) == "sigterm"
     assert state(run)["step"] == read_metrics(run)[-1]["step"]
 
@@ -404,54 +390,20 @@ def two_hosts():
             ip("netns", "delete", name)
 
 
-def test_two_hosts_train_together_and_survive_a_killed_rank(two_hosts, tmp_path):
+def test_two_hosts_train_together_and_survive_a_killed_rank(two_hosts, start, tmp_path):
     jobs = []
     for i, (name, address, device) in enumerate(two_hosts):
         launcher = torchrun(
             "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test",
             f"--rdzv-endpoint={two_hosts[0][1]}:29500", f"--local-addr={address}", f"--rdzv-conf=is_host={int(i == 0)}",
         )  # fmt: skip
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            *launcher,
-            str(DDP),
-            *SMALL,
-            "--total-timesteps",
-            "65536",
-            "--checkpoint-interval",
-            "8",
-        ]
-        with open(tmp_path / name, "w") as output:
-            jobs.append(
-                subprocess.Popen(
-                    command,
-                    cwd=tmp_path,
-                    env=environment() | {"GLOO_SOCKET_IFNAME": device},
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            )
-
-    def outputs() -> str:
-        return "\n".join((tmp_path / name).read_text() for name, *_ in two_hosts)
-
-    try:
-        deadline = time.monotonic() + 90
-        while not list(tmp_path.glob("runs/*/trainer_state.pt")):
-            assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), outputs()
-            time.sleep(0.01)
-        ranks = [rank for job in jobs for rank in ranks_of(job).values()]
-        assert len(ranks) == 2
-        ranks[1].kill()
-        assert [job.wait(120) for job in jobs] == [0, 0], outputs()
-    finally:
-        for job in jobs:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-    (run,) = (tmp_path / "runs").iterdir()
+        namespace = ["ip", "netns", "exec", name]
+        jobs.append(start(*STEPS, launcher=[*namespace, *launcher], output=name, GLOO_SOCKET_IFNAME=device))
+    run = first_checkpoint(tmp_path, *jobs)
+    ranks = [rank for job in jobs for rank in ranks_of(job).values()]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    assert [job.wait(120) for job in jobs] == [0, 0], "\n".join((tmp_path / name).read_text() for name, *_ in two_hosts)
+    assert list(tmp_path.glob("runs/*")) == [run]
     assert exit_reason(run) == "completed" and metrics(run)["ranks"]["world_size"] == 2
     assert [row["step"] for row in read_metrics(run)] == list(range(256, 65537, 256))
