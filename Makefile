@@ -10,7 +10,12 @@ TORCH := 2.13.0
 # Ranks of train-ddp: one per GPU; without one, two.
 NPROC ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | wc -l)),2)
 
-.PHONY: help setup train train-ddp test evaluate benchmark benchmark-quick benchmark-peers report lint clean
+# torch_xla's last release needs this torch, in a virtual environment of its own.
+VENV_XLA ?= .venv-xla
+TORCH_XLA := 2.9.0
+TPU := $(wildcard /dev/accel0 /dev/vfio/0)
+
+.PHONY: help setup setup-xla train train-ddp train-xla test test-xla evaluate benchmark benchmark-quick benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -18,22 +23,39 @@ help:  ## this list
 
 setup: $(VENV)/.installed  ## make .venv and install everything into it
 
+# Without an NVIDIA driver the CPU build of torch, where the package index has it; otherwise the index's default (CUDA).
 $(VENV)/.installed: requirements.txt install_pufferlib.sh
+	$(call make_venv,$(VENV))
+	@if ! command -v nvidia-smi >/dev/null && $(VENV)/bin/python -m pip install $(PIP_QUIET) "torch==$(TORCH)+cpu" 2>/dev/null; \
+		then echo "torch $(TORCH), CPU build"; \
+		else $(VENV)/bin/python -m pip install $(PIP_QUIET) "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
+	$(call install_rest,$(VENV))
+
+setup-xla: $(VENV_XLA)/.installed  ## make .venv-xla with torch_xla and the torch that it needs (7 GB)
+
+$(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh
+	$(call make_venv,$(VENV_XLA))
+	@$(VENV_XLA)/bin/python -m pip install $(PIP_QUIET) "torch==$(TORCH_XLA)" "torch_xla$(if $(TPU),[tpu])==$(TORCH_XLA)"
+	$(call install_rest,$(VENV_XLA))
+
+PIP_QUIET := --quiet --disable-pip-version-check
+
+define make_venv
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON); on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 		{ echo "$$($(PYTHON) --version) found, 3.10 to 3.12 needed; name one: make setup PYTHON=python3.11"; exit 1; }
 	@command -v gcc >/dev/null || { echo "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
-		{ rm -rf $(VENV); echo "could not make $(VENV); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
-	@echo "installing requirements"
-	@$(PY) -m pip install --quiet --disable-pip-version-check "setuptools==80.9.0" wheel
-	@# Without an NVIDIA driver the CPU build of torch, where the package index has it; otherwise the index's default (CUDA).
-	@if ! command -v nvidia-smi >/dev/null && $(PY) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)+cpu" 2>/dev/null; \
-		then echo "torch $(TORCH), CPU build"; \
-		else $(PY) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -r requirements.txt
-	@bash install_pufferlib.sh $(PY)
-	@touch $@
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
+		{ rm -rf $(1); echo "could not make $(1); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
+	@echo "installing requirements into $(1)"
+	@$(1)/bin/python -m pip install $(PIP_QUIET) "setuptools==80.9.0" wheel
+endef
+
+define install_rest
+	@$(1)/bin/python -m pip install $(PIP_QUIET) --no-build-isolation -r requirements.txt
+	@bash install_pufferlib.sh $(1)/bin/python
+	@touch $(1)/.installed
+endef
 
 train: setup  ## train Breakout with the defaults
 	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
@@ -41,11 +63,18 @@ train: setup  ## train Breakout with the defaults
 train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py --env-id breakout $(ARGS)
 
+train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or without one on XLA's CPU device
+	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --env-id breakout --device $(if $(TPU),tpu,cpu) $(ARGS)
+
 evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
 	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
 
 test: setup  ## run the tests (under 8 minutes on two cores)
 	$(PY) -m pytest $(ARGS)
+	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
+
+test-xla: setup-xla  ## run the tests of the XLA script, on XLA's CPU device (under 10 minutes on two cores)
+	$(VENV_XLA)/bin/python -m pytest tests/xla $(ARGS)
 
 benchmark: setup benchmark-peers  ## measure benchmark/reports/cpu-2core from nothing (over an hour; interrupted, it says how to go on)
 	$(PY) benchmark/run.py benchmark/plans/cpu-2core.yaml --out benchmark/reports/cpu-2core --fresh $(ARGS); code=$$?; \
@@ -68,5 +97,5 @@ report: setup  ## make the report of benchmark/reports/cpu-2core again from its 
 lint: setup  ## ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .
 
-clean:  ## remove .venv and caches (not runs/)
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-xla and caches (not runs/)
+	rm -rf $(VENV) $(VENV_XLA) .pytest_cache .ruff_cache

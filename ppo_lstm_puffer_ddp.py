@@ -1743,25 +1743,28 @@ def check_sizes(args: Args, num_agents: int):
 
 
 def config_to_flags(config: Any, source: str, strict: bool) -> tuple[list[str], dict[str, Any]]:
-    """A mapping of arguments as command-line flags, and the environment's arguments. Not strict: an unknown key is skipped."""
+    """A mapping of arguments as command-line flags, and the environment's arguments.
+
+    Not strict, the mapping is of a run, maybe of another script of this family, maybe of another machine: keys that are unknown
+    here are skipped, and so is the device.
+    """
     if not isinstance(config, dict):
         raise UsageError(f"{source}: not a mapping of arguments")
     defaults = {item.name: getattr(Args(), item.name) for item in fields(Args)}
-    flags, env = [], {}
+    flags, env, skipped = [], {}, []
     for key, value in config.items():
         name = str(key).replace("-", "_")
         if name not in defaults:
-            near = difflib.get_close_matches(name, defaults, n=1)
-            message = f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else "")
             if strict:
-                raise UsageError(message)
-            warn(f"{message}, ignored")  # a run of another script of this family
+                near = difflib.get_close_matches(name, defaults, n=1)
+                raise UsageError(f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            skipped.append(str(key))
             continue
         if name == "env":
             if not isinstance(value, dict):
                 raise UsageError(f"{source}: env must be a mapping of the environment's arguments")
             env |= value
-        elif name in ("config", "resume", "evaluate") or value is None:
+        elif name in ("config", "resume", "evaluate") or value is None or (name == "device" and not strict):
             continue
         elif isinstance(defaults[name], bool):
             if not isinstance(value, bool):
@@ -1769,6 +1772,8 @@ def config_to_flags(config: Any, source: str, strict: bool) -> tuple[list[str], 
             flags.append(("--" if value else "--no-") + name.replace("_", "-"))
         else:
             flags.append(f"--{name.replace('_', '-')}={value}")
+    if skipped:
+        warn(f"{source}: unknown here, so ignored: {', '.join(skipped)}")
     return flags, env
 
 

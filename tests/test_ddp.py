@@ -1,6 +1,5 @@
 """The data-parallel script under a real torchrun: equal to one process, seeds, files, resuming, lost ranks, two hosts."""
 
-import ast
 import contextlib
 import json
 import os
@@ -53,38 +52,6 @@ def state(run: pathlib.Path) -> dict:
 def finished(tmp_path_factory):
     """The folder of a finished small run of two ranks, with checkpoints after 4 and 8 iterations. No test changes it."""
     return succeed("--checkpoint-interval", "4", cwd=tmp_path_factory.mktemp("finished"))
-
-
-# The text that the scripts share.
-
-DIFFERENT = {  # what data parallelism changes; everything else that both scripts define is the same text
-    "Args", "LOSSES", "sample_segments", "draw_minibatch", "normalize_advantages", "train", "compile_hot_functions", "dashboard", "LIMITS", "main",
-    "Run.__init__", "Run.log", "Run.close",
-}  # fmt: skip
-
-
-def definitions(path: pathlib.Path) -> dict[str, str]:
-    """The source text of every function, class, method and constant of a script."""
-    source = path.read_text()
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name in ("Run", "Envs", "Agent"):
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef):
-                    found[f"{node.name}.{method.name}"] = ast.get_source_segment(source, method)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            decorators = "".join(f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list)
-            found[node.name] = decorators + ast.get_source_segment(source, node)
-        elif isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0])] = ast.get_source_segment(source, node)
-    return found
-
-
-def test_shared_definitions_are_the_same_text():
-    reference, other = definitions(SCRIPT), definitions(DDP)
-    differing = {name for name in reference if other.get(name) != reference[name]}
-    assert differing == DIFFERENT
-    assert len(reference) > 80
 
 
 # The algorithm.
