@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, newest_run, run_script
+from conftest import ROOT, SMALL, newest_run, run_script
 
 import ppo_lstm_puffer as ppo
 
@@ -270,3 +270,12 @@ def test_process_refuses_a_pickle_that_would_run_code(tmp_path):
 def test_process_leaves_no_workers_when_an_argument_is_wrong(tmp_path):
     result = run_script("--vec-backend", "multiprocessing", "--minibatch-size", "4096", cwd=tmp_path, timeout=60)
     assert "--minibatch-size 4096" in the_line(result.returncode, result.stderr)
+
+
+def test_xla_script_without_torch_xla_says_what_installs_it(tmp_path):
+    # torch_xla has a virtual environment of its own, so here it is really missing.
+    result = run_script(cwd=tmp_path, small=False, script=ROOT / "ppo_lstm_puffer_xla.py")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: torch_xla does not load (No module named 'torch_xla')")
+    assert "make train-xla" in line and "pip install torch==2.9.0 'torch_xla[tpu]==2.9.0'" in line
