@@ -606,7 +606,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
     @graph
     @torch.no_grad()
     def act(*inputs):
-        return policy_step(agent, *inputs)
+        return [share(result, dim=0) for result in policy_step(agent, *inputs)]
 
     @graph
     def collect(steps, start, *flags):
@@ -783,7 +783,7 @@ def start_devices(args: Args) -> torch.device:
     if args.device == "tpu":
         if not tpu.num_available_chips():  # libtpu itself would look for minutes
             raise UsageError("--device tpu: this machine has no TPU; --device cpu runs on XLA's CPU device")
-        if importlib.util.find_spec("libtpu") is None:
+        if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
             raise UsageError("--device tpu: libtpu is not installed; pip install 'torch_xla[tpu]==2.9.0'")
     xr.set_device_type(args.device.upper())
     xr.use_spmd()

@@ -5,7 +5,6 @@ The reference script runs here too, under the same torch; it is what this one is
 
 import io
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import subprocess
 import psutil
 import pytest
 import torch
-from conftest import PYTHON, ROOT, SCRIPT, SMALL, newest_run, read_metrics, run_script
+from conftest import PYTHON, ROOT, SCRIPT, SMALL, newest_run, read_metrics, run_script, start_script
 from test_algorithm import loop_over_cells, recurrence, trajectory
 from test_runs import equal, started
 
@@ -26,11 +25,17 @@ STEPS = 16 * 16  # of an iteration with the small arguments
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # in a third of the time; slow to run
 
 
-def run_xla(*arguments, cwd, devices: int = 1, flags=QUICK_TO_COMPILE, script=XLA, **kwargs) -> subprocess.CompletedProcess:
+def launcher(devices: int = 1, flags: str = QUICK_TO_COMPILE) -> tuple[str, ...]:
     # -u: what this process told its own runtime
-    launcher = ("env", "-u", "XLA_USE_SPMD", f"CPU_NUM_DEVICES={devices}", f"XLA_FLAGS={flags}", *PYTHON)
-    on_cpu = ON_CPU if script == XLA else []
-    return run_script(*on_cpu, *arguments, cwd=cwd, launcher=launcher, small=False, script=script, **kwargs)
+    return ("env", "-u", "XLA_USE_SPMD", f"CPU_NUM_DEVICES={devices}", f"XLA_FLAGS={flags}", *PYTHON)
+
+
+def run_xla(*arguments, cwd, devices: int = 1, flags: str = QUICK_TO_COMPILE, **kwargs) -> subprocess.CompletedProcess:
+    return run_script(*ON_CPU, *arguments, cwd=cwd, launcher=launcher(devices, flags), **{"small": False, "script": XLA} | kwargs)
+
+
+def run_with_float32_muon(*arguments, cwd, devices: int = 1) -> subprocess.CompletedProcess:
+    return run_script(XLA, *ON_CPU, *arguments, cwd=cwd, launcher=launcher(devices), small=False, script=FLOAT32_MUON)
 
 
 def succeed(*arguments, cwd, runner=run_xla, **kwargs) -> pathlib.Path:
@@ -132,7 +137,7 @@ def test_first_update_is_the_references(tmp_path, optimizer):
     arguments = ["--total-timesteps", STEPS, "--update-epochs", "0.5", "--checkpoint-interval", "1", "--optimizer", optimizer]
     arguments += ["--learning-rate", "0.03" if optimizer == "muon" else "0.001"]
     (tmp_path / "ours").mkdir()
-    ours = succeed(XLA, *ON_CPU, *arguments, cwd=tmp_path / "ours", script=FLOAT32_MUON)
+    ours = succeed(*arguments, cwd=tmp_path / "ours", runner=run_with_float32_muon)
     theirs = succeed(
         SCRIPT, *SMALL, "--device", "cpu", *arguments, cwd=tmp_path, runner=run_script, small=False, script=FLOAT32_MUON
     )
@@ -173,16 +178,28 @@ def test_ratio_is_one_before_the_first_update(tmp_path, arguments):
     assert any(row.get("episodes", 0) > 0 for row in rows)
 
 
-def test_four_devices_train_as_one(tmp_path):
-    runs = []
-    for devices in (1, 4):
-        (tmp_path / str(devices)).mkdir()
-        runs.append(succeed("--checkpoint-interval", "2", cwd=tmp_path / str(devices), devices=devices))
-    one, four = runs
-    assert [metrics(run)["hardware"]["devices"] for run in runs] == [1, 4]
-    for name, value in models(one)[0].items():
-        torch.testing.assert_close(models(four)[0][name], value, atol=1e-4, rtol=0, msg=name)
+@pytest.fixture(scope="module")
+def three_iterations(tmp_path_factory):
+    """The folder of a run of three iterations on one device, each with a checkpoint."""
+    return succeed(*THREE_ITERATIONS, cwd=tmp_path_factory.mktemp("three"), runner=run_with_float32_muon)
+
+
+THREE_ITERATIONS = ["--total-timesteps", 3 * STEPS, "--checkpoint-interval", "1"]
+
+
+def test_four_devices_train_as_one(three_iterations, tmp_path):
+    four = succeed(*THREE_ITERATIONS, cwd=tmp_path, devices=4, runner=run_with_float32_muon)
+    assert [metrics(run)["hardware"]["devices"] for run in (three_iterations, four)] == [1, 4]
     assert metrics(four)["xla"]["compiled_after_warm_up"] == 0
+    for one_device, devices in zip(models(three_iterations), models(four), strict=True):
+        for name, value in one_device.items():
+            torch.testing.assert_close(devices[name], value, atol=1e-4, rtol=0, msg=name)
+
+
+def test_accumulated_gradients_equal_those_of_the_whole_minibatch(three_iterations, tmp_path):
+    split = succeed(*THREE_ITERATIONS, "--max-minibatch-size", "64", cwd=tmp_path, runner=run_with_float32_muon)
+    for name, value in models(three_iterations)[0].items():
+        torch.testing.assert_close(models(split)[0][name], value, atol=1e-4, rtol=0, msg=name)
 
 
 def test_nothing_is_compiled_after_the_warm_up(finished):
@@ -265,13 +282,13 @@ def test_resumed_parameters_and_momenta_are_the_saved_ones(finished, device):
 
 
 def test_sigterm_saves_and_kill_leaves_a_resumable_run(tmp_path):
-    options = {"launcher": PYTHON, "script": XLA, "small": False, "cwd": tmp_path}
+    options = {"launcher": launcher(), "script": XLA, "small": False, "cwd": tmp_path}
     process, run = started(*ON_CPU, "--total-timesteps", "100_000_000", "--checkpoint-interval", "5", **options)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
     assert metrics(run)["exit_reason"] == "sigterm"
     saved = torch.load(run / "trainer_state.pt", weights_only=True)["iteration"]
-    process = subprocess.Popen([*PYTHON, str(XLA), "--device", "cpu", "--resume", "latest"], cwd=tmp_path, env=os.environ)
+    process = start_script("--device", "cpu", "--resume", "latest", **options)
     while torch.load(run / "trainer_state.pt", weights_only=True)["iteration"] < saved + 5:
         assert process.poll() is None
     process.kill()
@@ -298,12 +315,6 @@ def test_profile_is_a_trace_of_the_run(tmp_path):
     assert b"while" in trace.read_bytes(), "the scan's loop"
 
 
-def test_gradient_accumulation_equals_the_large_minibatch(finished, tmp_path):
-    split = succeed("--checkpoint-interval", "4", "--max-minibatch-size", "64", cwd=tmp_path)
-    for name, value in models(finished)[0].items():
-        torch.testing.assert_close(models(split)[0][name], value, atol=1e-4, rtol=0, msg=name)
-
-
 # Wrong arguments.
 
 
@@ -325,6 +336,6 @@ def test_wrong_argument_is_one_line(tmp_path, arguments, says):
 
 
 def test_a_runtime_that_does_not_start_is_one_line(tmp_path):
-    result = run_script("--device", "cpu", cwd=tmp_path, launcher=("env", "CPU_NUM_DEVICES=0", *PYTHON), small=False, script=XLA)
+    result = run_script("--device", "cpu", cwd=tmp_path, launcher=launcher(devices=0), small=False, script=XLA)
     assert result.returncode == 2, result.stderr
     assert "error: --device cpu: does not start" in result.stderr and "lsof" in result.stderr
