@@ -10,7 +10,7 @@ TORCH := 2.13.0
 # Ranks of train-ddp: one per GPU; without one, two.
 NPROC ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | wc -l)),2)
 
-.PHONY: help setup train train-ddp test evaluate benchmark benchmark-quick benchmark-peers report lint clean
+.PHONY: help setup train train-ddp sweep test evaluate benchmark benchmark-quick benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -40,6 +40,9 @@ train: setup  ## train Breakout with the defaults
 
 train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py --env-id breakout $(ARGS)
+
+sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-trials 60 --max-cost-seconds 60 --workers 2"
+	$(PY) protein_sweep.py $(ARGS)
 
 evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
 	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
