@@ -274,12 +274,13 @@ class ProteinSampler(optuna.samplers.BaseSampler):
 
     1. Every finished trial is seen at several points of its learning curve: (hyperparameters, progress) -> (cost, score). A trial
        that was stopped early is seen as far as it came.
-    2. One Gaussian process is fitted to the score, one to the logarithm of the cost; a third to 0 or 1, failed or not (least-squares
-       classification, Rasmussen & Williams 2006, section 6.5), once something has failed.
-    3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in some
-       of the coordinates, so that a good trial is changed a little in one respect, or much in all.
-    4. A cost is drawn from the front's range, in logarithms. Of the candidates that are predicted to cost no more, the one with the best
-       predicted score is suggested: over the trials, every cost level is improved, and what is cheap is tried more often than it costs.
+    2. One Gaussian process is fitted to the score, one to the logarithm of the cost, a third to 0 or 1, failed or not (least-squares
+       classification, Rasmussen & Williams 2006, section 6.5).
+    3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in
+       some of the coordinates, so that a good trial is changed a little in one respect, or much in all. Then around the best candidates.
+    4. A limit on the cost is drawn: half of the time the largest there is, else one from the front's range, in logarithms. Of the candidates
+       predicted to cost no more, the one with the largest expected improvement on what was reached at that cost is suggested, times its chance not
+       to fail. So every cost level is improved, and what is learned from cheap trials helps the dear ones.
 
     The first trials, before there is anything to fit, are a scrambled Sobol sequence.
 
@@ -293,7 +294,8 @@ class ProteinSampler(optuna.samplers.BaseSampler):
     What is different from PufferLib 3.0.0's `sweep.py`: kernels' parameters are fitted (there, 1000 steps of Adam at 1e-4 leave
     them almost where they start, at ten times the price); a partial run is told from a complete one by its progress, not passed off
     as a run with fewer total steps, whose learning rate would have been annealed; failures are not successes; repeated
-    trials are kept, since their difference is the noise; choices and minimization work; random trials come first; it is seeded.
+    trials are kept, since their difference is the noise; expected improvement (as in CARBS) instead of the mean, since the highest mean is where
+    one has just been; choices and minimization work; random trials come first; it is seeded.
 
     Sources: PufferLib (Suarez 2025), pufferlib/sweep.py; CARBS, "Cost-aware hyperparameter search" (Fetterman et al. 2023), from which it
     comes; Rasmussen & Williams, "Gaussian processes for machine learning" (2006), for 5.4 and 6.5.
@@ -337,32 +339,47 @@ class ProteinSampler(optuna.samplers.BaseSampler):
         costs, scores = np.maximum(costs, 1e-3), sign * scores
         score_gp = fit_gp(with_progress(x, progress), scores, rng)
         cost_gp = fit_gp(with_progress(x, progress), np.log(costs), rng)
+        ends = np.cumsum([len(curve) for _, curve in curves]) - 1  # each trial's last point
+        failed = np.repeat((0.0, 1.0), (len(ends), len(failures)))
+        kernel = Matern(0.3 * np.sqrt(cube.dim), nu=1.5) + WhiteKernel(0.1)
+        failure_gp = GaussianProcessRegressor(kernel, optimizer=None).fit(np.concatenate((x[ends], failures)), failed)
 
-        # Candidates: the front's trials, moved by a step of random size, along a random part of the coordinates.
-        ends = np.cumsum([len(curve) for _, curve in curves]) - 1
+        # The limit: the largest cost there is, or one from the front's range. The record: the best at that cost, but for its luck.
         front = ends[pareto_front(costs[ends], scores[ends])]
-        centers = x[rng.choice(front, 2048)]
-        size, share = 10 ** rng.uniform(-1.5, -0.3, (len(centers), 1)), rng.random((len(centers), 1))
-        steps = size * rng.standard_normal(centers.shape) * (rng.random(centers.shape) < share)
-        # What is predicted is what would be run: whole numbers rounded, one choice of each list.
-        candidates = np.array([cube.encode(cube.decode(candidate)) for candidate in np.clip(centers + steps, 0, 1)])
-
-        # A trial that would cost more than allowed will be stopped on the way, and is judged by how far it will have come.
-        everything = np.ones(len(candidates))
-        cost = np.exp(cost_gp.predict(with_progress(candidates, everything)))
-        reached = np.minimum(1, self.max_cost / cost)
-        score = score_gp.predict(with_progress(candidates, reached))
-        cost = np.minimum(cost, self.max_cost)
-        if len(failures):  # a failure is worth as little as the worst that was seen
-            tried = np.concatenate((x[ends], failures))
-            failed = np.repeat((0.0, 1.0), (len(ends), len(failures)))
-            kernel = Matern(0.3 * np.sqrt(cube.dim), nu=1.5) + WhiteKernel(0.1)
-            chance = GaussianProcessRegressor(kernel, optimizer=None).fit(tried, failed).predict(candidates).clip(0, 1)
-            score = scores.min() + (1 - chance) * (score - scores.min())
-
         low, high = np.log(costs[front[0]]), np.log(min(self.max_cost, 1.25 * costs[front[-1]]))
-        limit = max(np.exp(low + (high - low) * rng.random()), np.quantile(cost, 0.05))
-        return candidates[np.argmax(np.where(cost <= limit, score, -np.inf))]
+        limit = np.exp(high if rng.random() < 0.5 else rng.uniform(low, high))
+        within = ends[costs[ends] <= max(limit, costs[front[0]])]
+        record = score_gp.predict(with_progress(x[within], progress[within])).max()
+
+        def rate(candidates: np.ndarray) -> np.ndarray:
+            """Expected improvement on the record (0 at the least) times the chance not to fail; minus the cost where that is over the limit."""
+            cost = np.exp(cost_gp.predict(with_progress(candidates, np.ones(len(candidates)))))
+            # A trial that would cost more than allowed will be stopped on the way, and is judged by how far it will have come.
+            reached = np.minimum(1, self.max_cost / cost)
+            mean, deviation = score_gp.predict(with_progress(candidates, reached), return_std=True)
+            deviation = np.sqrt(np.maximum(deviation**2 - noise_variance(score_gp), 1e-12))
+            z = (mean - record) / deviation
+            improvement = deviation * (z * scipy.stats.norm.cdf(z) + scipy.stats.norm.pdf(z))
+            chance = 1 - failure_gp.predict(candidates).clip(0, 1)
+            cost = np.minimum(cost, self.max_cost)
+            return np.where(cost <= max(limit, np.quantile(cost, 0.05)), improvement * chance, -cost)
+
+        # Candidates: the front's trials, moved by a step of random size, along a random part of the coordinates. Then the best of those.
+        centers, pool, ratings = x[front], np.empty((0, cube.dim)), np.empty(0)
+        for _ in range(2):
+            chosen = centers[rng.integers(len(centers), size=1024)]
+            size, share = 10 ** rng.uniform(-2, -0.3, (len(chosen), 1)), rng.random((len(chosen), 1))
+            steps = size * rng.standard_normal(chosen.shape) * (rng.random(chosen.shape) < share)
+            # What is rated is what would be run: whole numbers rounded, one choice of each list.
+            candidates = np.array([cube.encode(cube.decode(candidate)) for candidate in np.clip(chosen + steps, 0, 1)])
+            pool, ratings = np.concatenate((pool, candidates)), np.concatenate((ratings, rate(candidates)))
+            centers = pool[np.argsort(-ratings)[:16]]
+        return centers[0]
+
+
+def noise_variance(gp: GaussianProcessRegressor) -> float:
+    """Of the white kernel: predictions include it, but a lucky run is no better set of hyperparameters."""
+    return float(gp.kernel_.k2.noise_level * gp._y_train_std**2)
 
 
 def with_progress(x: np.ndarray, progress: np.ndarray) -> np.ndarray:
