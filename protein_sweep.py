@@ -33,7 +33,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import optuna
@@ -44,6 +44,7 @@ import tyro
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct, Matern, WhiteKernel
 
@@ -76,7 +77,7 @@ class Args:
     """protein: the one below; the others are Optuna's own, which see the score only"""
     seed: int = 1
     """seed of the sampler; run k of trial n trains with seed + n * seeds + k"""
-    hang_seconds: float = 300.0
+    hang_seconds: float = 600.0
     """a run without a new line in metrics.jsonl for so long has failed (compilation, before the first line, included)"""
     study_name: str | None = None
     """name of the study and of its folder; default: <env>__<script>"""
@@ -84,7 +85,7 @@ class Args:
     """the study's folder goes here"""
     storage: str | None = None
     """an SQL database for Optuna, such as postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
-    fixed: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    fixed: tyro.conf.Suppress[tuple[str, ...]] = ()
     """after --: arguments for the script that stay as they are; they win over the space"""
 
 
@@ -265,7 +266,9 @@ def fit_gp(x: np.ndarray, y: np.ndarray, rng: np.random.Generator, most: int = 1
         return result.x, result.fun
 
     some = rng.choice(len(y), most, replace=False) if len(y) > most else slice(None)
-    fitted = GaussianProcessRegressor(kernel, optimizer=maximum_a_posteriori, normalize_y=True).fit(x[some], y[some])
+    with warnings.catch_warnings():  # a parameter at its bound, which the prior seldom allows, is no news
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        fitted = GaussianProcessRegressor(kernel, optimizer=maximum_a_posteriori, normalize_y=True).fit(x[some], y[some])
     return GaussianProcessRegressor(fitted.kernel_, optimizer=None, normalize_y=True).fit(x, y)
 
 
@@ -326,8 +329,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
         if len(curves) < self.num_random:
             with warnings.catch_warnings():  # Sobol is balanced after 2^k points, and would rather not be asked for fewer
                 warnings.simplefilter("ignore")
-                sobol = scipy.stats.qmc.Sobol(cube.dim, seed=self.seed).fast_forward(trial.number)
-                return cube.decode(sobol.random()[0])
+                return cube.decode(scipy.stats.qmc.Sobol(cube.dim, seed=self.seed).random(trial.number + 1)[-1])
         failures = [cube.encode(one.params) for one in trials if "failure" in one.user_attrs]
         sign = 1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
         return cube.decode(self.suggest(cube, curves, np.array(failures).reshape(-1, cube.dim), sign, rng))
@@ -448,8 +450,7 @@ class Job:
             "--env-id",
             self.args.env_id,
             f"--seed={seed}",
-            "--output-dir",
-            self.run_folder,
+            f"--output-dir={self.run_folder}",
         ]
         command += [flag(key, value) for key, value in self.arguments.items()] + list(self.args.fixed)
         threads = {f"{library}_NUM_THREADS": str(len(self.cores)) for library in ("OMP", "OPENBLAS", "MKL")}
@@ -457,7 +458,7 @@ class Job:
         environment = os.environ | threads | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
         self.log = (self.folder / "log.txt").open("ab")
         self.process = subprocess.Popen(
-            [str(word) for word in command], env=environment, stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL,
+            command, env=environment, stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL,
             start_new_session=True, preexec_fn=functools.partial(prepare_child, self.cores),
         )  # fmt: skip
 
@@ -473,7 +474,7 @@ class Job:
                 self.stop("max cost")
             elif now - self.seen > self.args.hang_seconds:
                 self.failure = f"hangs: no new line in metrics.jsonl for {self.args.hang_seconds:g} seconds"
-                self.stop("hangs")
+                self.ending, self.kill_at = "hangs", now
             elif self.hopeless():
                 self.stop("pruned")
             return False
@@ -531,7 +532,7 @@ class Job:
         summary = next(self.run_folder.glob("*/metrics.json"), None)
         reason = json.loads(summary.read_text())["exit_reason"] if summary else f"exit code {self.process.returncode}"
         if not self.failure and not self.ending and self.process.returncode:
-            self.failure = reason if summary else f"{reason}: {self.tail().strip().splitlines()[-1:]}"
+            self.failure = reason if summary else f"{reason}: {(self.tail().strip().splitlines() or ['no output'])[-1]}"
         if not self.failure and not len(self.rows):
             have = ", ".join(self.keys) if self.lines else "nothing"
             self.failure = f"no {self.args.metric} in metrics.jsonl, which has {have}"
@@ -542,7 +543,7 @@ class Job:
             return True
         self.curves.append(learning_curve(self.rows, self.total_timesteps))
         self.steps.append(self.rows[-1, 0])
-        if self.ending != "pruned" and len(self.curves) < self.args.seeds:
+        if self.ending in (None, "max cost") and len(self.curves) < self.args.seeds:
             self.start()
             return False
         # Seeds are averaged point by point, the last points with each other.
@@ -586,19 +587,18 @@ def prepare_child(cores: list[int]):
 # THE SWEEP ----------------------------------------------------------------------------------------------------------------
 
 
-def make_sampler(args: Args, space: list[Parameter]) -> optuna.samplers.BaseSampler:
-    """The sampler by name. Optuna's draw with the number of finished trials in their seed, so that a restart does not repeat."""
+def make_sampler(args: Args, space: list[Parameter], number: int) -> optuna.samplers.BaseSampler:
+    """The sampler by name, for a study with this number of trials: in the seed of Optuna's own, lest a restart repeats its draws."""
     distributions = {parameter.name: parameter.distribution for parameter in space}
     if args.sampler == "protein":
         return ProteinSampler(distributions, args.seed, args.max_cost_seconds)
     if args.sampler == "grid":
         return optuna.samplers.GridSampler(grid(distributions), seed=args.seed)
-    seed = zlib.crc32(f"{args.seed} {time.time_ns() if args.storage else ''}".encode())
     return {
         "gp": functools.partial(optuna.samplers.GPSampler, deterministic_objective=False),
         "tpe": functools.partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True),
         "random": optuna.samplers.RandomSampler,
-    }[args.sampler](seed=seed)
+    }[args.sampler](seed=1000 * args.seed + number)
 
 
 def grid(distributions: dict[str, BaseDistribution], most: int = 10_000) -> dict[str, list]:
@@ -629,9 +629,10 @@ def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathl
         )
     except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
         raise UsageError(f"--storage {args.storage or url}: {' '.join(str(error).split())[:200]}") from error
+    sampler = make_sampler(args, space, 0)
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_warmup_steps=MILESTONES // 3, n_min_trials=10)
     study = optuna.create_study(
-        storage=storage, study_name=args.study_name, direction=args.direction, sampler=make_sampler(args, space), pruner=pruner,
+        storage=storage, study_name=args.study_name, direction=args.direction, sampler=sampler, pruner=pruner,
         load_if_exists=True,
     )  # fmt: skip
     shape = {parameter.name: optuna.distributions.distribution_to_json(parameter.distribution) for parameter in space}
@@ -671,42 +672,43 @@ def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, 
     slots = divide(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count())], args.workers)
     jobs: dict[int, Job] = {}
     beat, refused = 0.0, None
-    with screen:
-        while not stop.signum and not refused:
-            for slot in [slot for slot, job in jobs.items() if job.poll()]:
-                job = jobs.pop(slot)
-                refused = finish(study, job)
-                screen.finished(study.trials[job.trial.number])
-                write_tables(args, space, study, folder)
-            if time.monotonic() - beat > 10:  # what is alive says so; what has not for a minute is queued again
-                beat = time.monotonic()
-                optuna.storages.fail_stale_trials(study)
-                for job in jobs.values():
-                    study._storage.record_heartbeat(job.trial._trial_id)
-            free = [slot for slot in range(args.workers) if slot not in jobs]
-            if (
-                free
-                and len(counted(study)) < args.num_trials
-                and not (args.sampler == "grid" and study.sampler.is_exhausted(study))
-            ):
-                trial = study.ask({parameter.name: parameter.distribution for parameter in space})
-                study._storage.record_heartbeat(trial._trial_id)
-                arguments = to_arguments(space, trial.params, given)
-                trial.set_user_attr("host", socket.gethostname())
-                jobs[free[0]] = Job(trial, arguments, given, args, folder, slots[free[0]])
-                continue
-            if not jobs:
-                break
-            screen.show(jobs)
-            time.sleep(0.1)
+    try:
+        with screen:
+            while not stop.signum and not refused:
+                for slot in [slot for slot, job in jobs.items() if job.poll()]:
+                    job = jobs.pop(slot)
+                    refused = finish(study, job)
+                    screen.finished(study.trials[job.trial.number])
+                    write_tables(args, space, study, folder)
+                if time.monotonic() - beat > 10:  # what is alive says so; what has not for a minute is queued again
+                    beat = time.monotonic()
+                    optuna.storages.fail_stale_trials(study)
+                    for job in jobs.values():
+                        study._storage.record_heartbeat(job.trial._trial_id)
+                free = [slot for slot in range(args.workers) if slot not in jobs]
+                if free and len(counted(study)) < args.num_trials:
+                    if args.sampler in ("gp", "tpe", "random"):
+                        study.sampler = make_sampler(args, space, len(study.get_trials(deepcopy=False)))
+                    trial = study.ask({parameter.name: parameter.distribution for parameter in space})
+                    study._storage.record_heartbeat(trial._trial_id)
+                    trial.set_user_attr("process", f"{socket.gethostname()}:{os.getpid()}")
+                    arguments = to_arguments(space, trial.params, given)
+                    jobs[free[0]] = Job(trial, arguments, given, args, folder, slots[free[0]])
+                elif jobs:
+                    screen.show(jobs)
+                    time.sleep(0.1)
+                else:
+                    break
+    finally:  # whatever the reason: no process is left behind
         for job in jobs.values():
             job.stop("interrupted")
-        for job in jobs.values():  # a second Ctrl-C does not wait
-            while not job.poll() and stop.count < 2:
+        for job in jobs.values():
+            while stop.count < 2 and not job.poll():  # a second Ctrl-C does not wait
                 time.sleep(0.05)
             job.kill()
-            study.tell(job.trial, state=TrialState.FAIL)
-            try_again(study, study.trials[job.trial.number])
+    for job in jobs.values():
+        study.tell(job.trial, state=TrialState.FAIL)
+        try_again(study, study.trials[job.trial.number])
     write_tables(args, space, study, folder)
     if refused:
         raise UsageError(f"{args.script} refuses its arguments: {refused}")
@@ -998,8 +1000,16 @@ def given_arguments(words: tuple[str, ...]) -> dict[str, Any]:
 def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study, pathlib.Path]:
     """Everything that can be wrong is found here. Raises UsageError."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    args = tyro.cli(Args, args=argv[:cut], description=__doc__)
-    args.fixed = (*args.fixed, *argv[cut + 1 :])
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            args = tyro.cli(Args, args=argv[:cut], description=__doc__)
+    except SystemExit as error:
+        if error.code == 0:
+            raise
+        lines = [line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]]
+        raise UsageError(f"{' '.join(line for line in lines if line and not line.startswith('For full'))} (see --help)") from error
+    args.fixed = tuple(argv[cut + 1 :])
     for name, least in (("num_trials", 1), ("workers", 1), ("seeds", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
@@ -1030,6 +1040,9 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {args.output_dir}: cannot be written ({error})") from error
+    if args.sampler == "grid":
+        points = grid({parameter.name: parameter.distribution for parameter in space})
+        args.num_trials = min(args.num_trials, int(np.prod([len(values) for values in points.values()])))
     defaults = (defaults or {}) | given
     return args, space, defaults, open_study(args, space, defaults, folder), folder
 
