@@ -58,7 +58,7 @@ benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick;
 	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \
 		$(PY) benchmark/report.py runs/benchmark-quick; exit $$code
 
-PEERS := pufferl sb3 sample_factory
+PEERS := pufferl sb3 sample_factory protein
 
 benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for each program that is compared (about five minutes)
 

@@ -195,6 +195,7 @@ class Cube:
             width = len(distribution.choices) if isinstance(distribution, CategoricalDistribution) else 1
             self.slices[name] = slice(self.dim, self.dim + width)
             self.dim += width
+        self.owner = [number for number, part in enumerate(self.slices.values()) for _ in range(part.start, part.stop)]
 
     @staticmethod
     def ends(distribution: BaseDistribution) -> tuple[float, float]:
@@ -305,7 +306,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
     """
 
     def __init__(
-        self, space: dict[str, BaseDistribution] | None = None, seed: int = 1, max_cost: float = np.inf, num_random: int = 10
+        self, space: dict[str, BaseDistribution] | None = None, seed: int = 1, max_cost: float = np.inf, num_random: int = 5
     ):
         """space: if None, what the finished trials have in common. max_cost: where a trial will be stopped, in seconds."""
         self.space, self.seed, self.max_cost, self.num_random = space, seed, max_cost, num_random
@@ -366,14 +367,18 @@ class ProteinSampler(optuna.samplers.BaseSampler):
             cost = np.minimum(cost, self.max_cost)
             return np.where(cost <= max(limit, np.quantile(cost, 0.05)), improvement * chance, -cost)
 
-        # Candidates: the front's trials, moved by a step of random size, along a random part of the coordinates. Then the best of those.
+        # Candidates: the front's trials, with a random part of the hyperparameters moved by a step of random size, or drawn anew,
+        # so that no valley is too wide. Then the same around the best of those.
         centers, pool, ratings = x[front], np.empty((0, cube.dim)), np.empty(0)
         for _ in range(2):
             chosen = centers[rng.integers(len(centers), size=1024)]
             size, share = 10 ** rng.uniform(-2, -0.3, (len(chosen), 1)), rng.random((len(chosen), 1))
-            steps = size * rng.standard_normal(chosen.shape) * (rng.random(chosen.shape) < share)
+            which = len(chosen), len(cube.space)  # whole hyperparameters: all coordinates of a choice, or none
+            moved = np.clip(chosen + size * rng.standard_normal(chosen.shape), 0, 1)
+            moved = np.where((rng.random(which) < 0.2)[:, cube.owner], rng.random(chosen.shape), moved)
+            moved = np.where((rng.random(which) < share)[:, cube.owner], moved, chosen)
             # What is rated is what would be run: whole numbers rounded, one choice of each list.
-            candidates = np.array([cube.encode(cube.decode(candidate)) for candidate in np.clip(chosen + steps, 0, 1)])
+            candidates = np.array([cube.encode(cube.decode(candidate)) for candidate in moved])
             pool, ratings = np.concatenate((pool, candidates)), np.concatenate((ratings, rate(candidates)))
             centers = pool[np.argsort(-ratings)[:16]]
         return centers[0]
