@@ -15,7 +15,7 @@ VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
-.PHONY: help setup setup-xla train train-ddp train-xla test test-xla evaluate benchmark benchmark-quick benchmark-peers report lint clean
+.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla evaluate benchmark benchmark-quick benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -65,6 +65,8 @@ train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restar
 
 train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or without one on XLA's CPU device
 	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --env-id breakout --device $(if $(TPU),tpu,cpu) $(ARGS)
+sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-trials 60 --max-cost-seconds 60 --workers 2"
+	$(PY) protein_sweep.py $(ARGS)
 
 evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
 	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
@@ -84,7 +86,7 @@ benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick;
 	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \
 		$(PY) benchmark/report.py runs/benchmark-quick; exit $$code
 
-PEERS := pufferl sb3 sample_factory
+PEERS := pufferl sb3 sample_factory protein
 
 benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for each program that is compared (about five minutes)
 

@@ -1,0 +1,612 @@
+"""protein_sweep.py: the search space, the sampler, and sweeps from the outside over a script that can misbehave on demand."""
+
+import csv
+import io
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import wsgiref.util
+
+import numpy as np
+import optuna
+import psutil
+import pytest
+import yaml
+from conftest import ROOT, SCRIPT, SMALL, environment, run_script
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+
+import protein_sweep
+from protein_sweep import Cube, ProteinSampler, UsageError, parse_space, to_arguments, to_params
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+# A script that a sweep can run: a line of metrics every 20 ms whose score is x times the step, until --total-timesteps. What --mode says
+# goes wrong goes wrong. While the file `endless` is there, it does not end.
+TRAINER = """
+import dataclasses, json, os, pathlib, signal, subprocess, sys, time
+import tyro
+
+@dataclasses.dataclass
+class Args:
+    env_id: str = "toy"
+    seed: int = 1
+    output_dir: str = "runs"
+    x: float = 0.5
+    mode: str = "good"
+    total_timesteps: int = 10
+
+args = tyro.cli(Args)
+folder = pathlib.Path(args.output_dir, "run")
+folder.mkdir(parents=True)
+if args.mode == "refuses":
+    print("error: --env-id toy: unknown", file=sys.stderr)
+    sys.exit(2)
+subprocess.Popen(["sleep", "1000"])  # such as an environment's worker, that nobody ends
+with (folder / "metrics.jsonl").open("w") as file:
+    step = 0
+    while step < args.total_timesteps or os.path.exists("endless"):
+        step += 1
+        score = args.x * step + args.seed / 1000
+        if step == 5:
+            if args.mode == "crash":
+                raise RuntimeError("the environment broke")
+            if args.mode == "diverge":
+                (folder / "metrics.json").write_text(json.dumps({"exit_reason": "diverged: losses not finite"}))
+                sys.exit(1)
+            if args.mode == "nan":
+                score = float("nan")
+            if args.mode == "hang":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(1000)
+        print(json.dumps({"step": step, "time": 100 + 0.02 * step, "env/score": score}), file=file, flush=True)
+        time.sleep(0.02)
+(folder / "metrics.json").write_text(json.dumps({"exit_reason": "completed"}))
+"""
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A folder with the script and a space of x."""
+    (tmp_path / "toy.py").write_text(TRAINER)
+    (tmp_path / "x.yaml").write_text("x: {distribution: uniform, min: 0.0, max: 1.0}")
+    return tmp_path
+
+
+def command(*arguments) -> list[str]:
+    return [sys.executable, str(ROOT / "protein_sweep.py"), *map(str, arguments)]
+
+
+def toy_command(*arguments) -> list[str]:
+    return command("--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 30, *arguments)
+
+
+def finish(words: list[str], cwd, code: int = 0) -> subprocess.CompletedProcess:
+    result = subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def load(cwd, name: str = "toy__toy") -> optuna.Study:
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{cwd}/sweeps/{name}/study.db")
+
+
+def processes_in(folder) -> list[psutil.Process]:
+    """Living processes whose working folder is this one: the sweep's trials, and what they started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def wait_until(condition, timeout: float = 30):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.05)
+
+
+# The space ----------------------------------------------------------------------------------------------------------------
+
+SPACE = yaml.safe_load("""
+lr: {distribution: log_normal, min: 0.001, max: 0.1}
+steps: {distribution: log_normal, min: 1000, max: 100_000}
+gamma: {distribution: logit_normal, min: 0.9, max: 0.999}
+alpha: {distribution: uniform, min: -1.0, max: 1.0}
+epochs: {distribution: int_uniform, min: 1, max: 4}
+num_envs: {distribution: uniform_pow2, min: 64, max: 1024}
+optimizer: [muon, adam]
+norm: [true, false]
+""")
+
+
+def middle_of(name: str):
+    (parameter,) = parse_space({name: SPACE[name]}, "test")
+    cube = Cube({parameter.name: parameter.distribution})
+    return to_arguments([parameter], cube.decode(np.full(cube.dim, 0.5)), {})[name]
+
+
+def test_the_middle_of_each_distribution_is_where_its_name_says():
+    assert middle_of("lr") == pytest.approx(0.01)  # the geometric mean
+    assert middle_of("steps") == pytest.approx(10_000, rel=0.01)
+    assert middle_of("gamma") == pytest.approx(0.99)  # as far from 0.9 as from 0.999
+    assert middle_of("alpha") == pytest.approx(0, abs=1e-9)
+    assert middle_of("num_envs") == 256
+
+
+def test_arguments_stay_in_bounds_have_their_type_and_survive_the_round_trip():
+    space, rng = parse_space(SPACE, "test"), np.random.default_rng(0)
+    cube = Cube({parameter.name: parameter.distribution for parameter in space})
+    seen = {name: set() for name in SPACE}
+    corners = [np.zeros(cube.dim), np.ones(cube.dim)]
+    for x in [*corners, *rng.random((200, cube.dim))]:
+        params = cube.decode(x)
+        for parameter in space:
+            assert parameter.distribution._contains(parameter.distribution.to_internal_repr(params[parameter.name]))
+        np.testing.assert_allclose(cube.encode(cube.decode(cube.encode(params))), cube.encode(params), atol=1e-9)
+        arguments = to_arguments(space, params, {})
+        for name, value in arguments.items():
+            if isinstance(SPACE[name], list):
+                assert value in SPACE[name] and type(value) is type(SPACE[name][0])
+            else:
+                assert SPACE[name]["min"] <= value <= SPACE[name]["max"], name
+                assert isinstance(value, type(SPACE[name]["min"]))
+            seen[name].add(value)
+        again = to_arguments(space, to_params(space, arguments), {})
+        assert all(again[name] == pytest.approx(value, rel=1e-3) for name, value in arguments.items() if name not in ("optimizer",))
+    assert seen["num_envs"] == {64, 128, 256, 512, 1024} and seen["epochs"] == {1, 2, 3, 4}
+    assert seen["optimizer"] == {"muon", "adam"} and seen["norm"] == {True, False}
+
+
+def test_a_minibatch_is_never_larger_than_the_batch():
+    space = parse_space(
+        {name: {"distribution": "uniform_pow2", "min": 16, "max": 4096} for name in ("num_envs", "minibatch_size")}, "test"
+    )
+    params = {"log2(num_envs)": 4, "log2(minibatch_size)": 12}
+    assert to_arguments(space, params, {"num_steps": 32})["minibatch_size"] == 16 * 32
+    assert to_arguments(space, params, {"num_steps": 512})["minibatch_size"] == 4096
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[1, 2]", "not a mapping"),
+        ("lr: {distribution: normal, min: 0.1, max: 1.0}", "log_normal"),
+        ("lr: {distribution: uniform, min: 1.0, max: 0.5}", "the first smaller"),
+        ("lr: {distribution: log_normal, min: 1e-5, max: 0.5}", "1.0e-5"),  # YAML reads 1e-5 as a word
+        ("lr: {distribution: log_normal, min: 0.0, max: 0.5}", "above 0"),
+        ("gamma: {distribution: logit_normal, min: 0.9, max: 1.0}", "below 1"),
+        ("n: {distribution: uniform_pow2, min: 48, max: 64}", "powers of two"),
+        ("n: {distribution: int_uniform, min: 1.5, max: 3}", "whole numbers"),
+        ("n: {distribution: uniform, min: 1.5}", "exactly distribution, min and max"),
+        ("n: []", "list of choices"),
+    ],
+)
+def test_a_wrong_space_is_one_line_that_says_what_is_right(content, message):
+    with pytest.raises(UsageError) as error:
+        parse_space(yaml.safe_load(content), "test.yaml")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_default_space_has_arguments_of_the_scripts_and_their_defaults_inside():
+    content = yaml.safe_load((ROOT / "benchmark/sweeps/default.yaml").read_text())
+    for script in ("ppo_lstm_puffer.py", "ppo_lstm_puffer_ddp.py"):
+        defaults = protein_sweep.script_defaults(ROOT / script)
+        for name, entry in content.items():
+            assert entry["min"] <= defaults[name] <= entry["max"], name
+            assert isinstance(defaults[name], type(entry["min"])), name
+
+
+def test_fixed_arguments_are_read_as_the_script_reads_them():
+    words = [
+        "--num-envs",
+        "16",
+        "--lr=1.0e-3",
+        "--no-compile",
+        "--track",
+        "--env.frame-skip",
+        "2",
+        "--total-timesteps",
+        "30_000_000",
+    ]
+    expected = {
+        "num_envs": 16,
+        "lr": 1e-3,
+        "compile": False,
+        "track": True,
+        "env": {"frame_skip": 2},
+        "total_timesteps": 30_000_000,
+    }
+    assert protein_sweep.given_arguments(words) == expected
+
+
+# The sampler --------------------------------------------------------------------------------------------------------------
+
+CUBE = {
+    "lr": FloatDistribution(1e-4, 1e-1, log=True), "alpha": FloatDistribution(0, 1), "beta": FloatDistribution(0, 1),
+    "size": IntDistribution(1, 8), "kind": CategoricalDistribution(["a", "b"]), "steps": IntDistribution(10, 1000, log=True),
+}  # fmt: skip
+
+
+def quality(params: dict, noise: float = 0.0) -> float:
+    """Best with lr 0.01, alpha 0.3, beta 0.7, size 6, kind b; 1 at the most."""
+    off = (math.log10(params["lr"]) + 2) ** 2 + 6 * (params["alpha"] - 0.3) ** 2 + 6 * (params["beta"] - 0.7) ** 2
+    off += ((params["size"] - 6) / 4) ** 2 + 0.3 * (params["kind"] == "a")
+    return math.exp(-off) + noise
+
+
+def observe(study: optuna.Study, trial: optuna.Trial, sign: int = 1):
+    """A trial whose score grows with the steps, at a cost of a second for ten; seen at three points."""
+    rng = np.random.default_rng(trial.number)
+    curve = [[p, 0.1 * p * trial.params["steps"]] for p in (0.3, 0.6, 1.0)]
+    for point in curve:
+        score = quality(trial.params) * (1 - math.exp(-point[1] / 20)) + 0.01 * rng.standard_normal()
+        point.append(sign * score)
+    trial.set_user_attr("curve", curve)
+    study.tell(trial, curve[-1][2])
+
+
+def make_study(seed: int = 1, storage=None, sampler=None, direction="maximize") -> optuna.Study:
+    sampler = sampler or ProteinSampler(CUBE, seed, max_cost=100)
+    return optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True, direction=direction)
+
+
+def go_on(study: optuna.Study, trials: int, sign: int = 1) -> list[dict]:
+    for _ in range(trials):
+        observe(study, study.ask(CUBE), sign)
+    return [trial.params for trial in study.trials]
+
+
+def test_pareto_front_is_what_nothing_beats():
+    rng = np.random.default_rng(0)
+    costs, scores = rng.integers(1, 30, 200).astype(float), rng.integers(0, 50, 200).astype(float)
+    costs[50], scores[50] = costs[51], scores[51]  # twins: one of them is enough
+    front = protein_sweep.pareto_front(costs, scores)
+    beaten = [((costs <= c) & (scores >= s) & ((costs < c) | (scores > s))).any() for c, s in zip(costs, scores)]
+    assert {(costs[i], scores[i]) for i in front} == {(c, s) for c, s, b in zip(costs, scores, beaten) if not b}
+    assert (np.diff(costs[front]) > 0).all() and (np.diff(scores[front]) > 0).all()
+
+
+def test_a_sampler_started_anew_on_the_same_storage_goes_on_as_the_old_one_would_have(tmp_path):
+    uninterrupted = go_on(make_study(), 14)
+    storage = f"sqlite:///{tmp_path}/study.db"
+    go_on(make_study(storage=storage), 12)
+    assert go_on(make_study(storage=storage), 2) == uninterrupted
+    assert go_on(make_study(seed=2), 12) != uninterrupted[:12]
+
+
+def test_the_sampler_finds_more_than_chance_and_than_it_began_with():
+    found, chance = [], []
+    for seed in (1, 2, 3):
+        ours, other = make_study(seed), make_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+        go_on(ours, 30), go_on(other, 30)
+        found.append(quality(ours.best_params))
+        chance.append(quality(other.best_params))
+        assert found[-1] > max(quality(trial.params) for trial in ours.trials[:5])
+    assert np.mean(found) > np.mean(chance) + 0.1
+
+
+def test_minimizing_is_maximizing_the_negative():
+    assert go_on(make_study(direction="minimize"), 13, sign=-1) == go_on(make_study(), 13)
+
+
+def test_a_trial_that_would_be_stopped_is_judged_by_how_far_it_will_come():
+    """No trial here ends within the cost, and in full all would score the same: the faster comes farther."""
+    space = {"speed": FloatDistribution(0.1, 1), "nothing": FloatDistribution(0, 1)}
+    study = optuna.create_study(sampler=ProteinSampler(space, 1, max_cost=100), direction="maximize")
+    for _ in range(20):
+        trial = study.ask(space)
+        share = 0.5 * trial.params["speed"]
+        curve = [[p * share, p * 100, p * share] for p in (0.3, 0.6, 1.0)]
+        trial.set_user_attr("curve", curve)
+        study.tell(trial, curve[-1][2])
+    assert np.mean([trial.params["speed"] for trial in study.trials[10:]]) > 0.9
+
+
+def test_a_trial_that_would_be_stopped_is_left_where_others_would_not_be():
+    """More steps are better without an end, but those that the cost cuts short have no bonus for their end."""
+    space = {"steps": IntDistribution(10, 100_000, log=True)}
+    study = optuna.create_study(sampler=ProteinSampler(space, 1, max_cost=100), direction="maximize")
+    for _ in range(20):
+        trial = study.ask(space)
+        full = trial.params["steps"] / 10
+        cost = min(full, 100)
+        curve = [[p * cost / full, p * cost, math.log(p * cost) + (p * cost == full)] for p in (0.3, 0.6, 1.0)]
+        trial.set_user_attr("curve", curve)
+        study.tell(trial, curve[-1][2])
+    assert np.mean([trial.params["steps"] <= 1050 for trial in study.trials[8:]]) > 0.9
+
+
+def test_failures_are_kept_away_from():
+    study = make_study()
+    failed = []
+    for _ in range(40):
+        trial = study.ask(CUBE)
+        failed.append(trial.params["lr"] > 0.01)  # the best lies at the edge of the cliff
+        if failed[-1]:
+            trial.set_user_attr("failure", "diverged")
+            study.tell(trial, state=TrialState.FAIL)
+        else:
+            observe(study, trial)
+    later = failed[20:]
+    assert sum(later) < 0.35 * len(later)
+    interrupted = make_study()  # what was interrupted has not failed: the next suggestion is as if it had not been
+    others = make_study()
+    go_on(others, 12), go_on(interrupted, 12)
+    for study, attribute in ((interrupted, "note"), (others, "failure")):
+        trial = study.ask(CUBE)
+        trial.set_user_attr(attribute, "x")
+        study.tell(trial, state=TrialState.FAIL)
+    assert interrupted.trials[12].params == others.trials[12].params
+    suggestions = [study.ask(CUBE).params for study in (interrupted, others)]
+    assert suggestions[0] != suggestions[1]
+
+
+def test_it_is_an_optuna_sampler_like_any_other():
+    """Without a space, without curves: study.optimize, the space that the trials have, the duration as cost."""
+    study = optuna.create_study(sampler=ProteinSampler(seed=1), direction="maximize")
+
+    def objective(trial):
+        a = trial.suggest_float("a", 0, 1)
+        if trial.number % 5 == 4:
+            raise optuna.TrialPruned
+        return -((a - 0.3) ** 2)
+
+    study.optimize(objective, n_trials=18)
+    assert abs(study.best_params["a"] - 0.3) < 0.1
+
+
+# Sweeps -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_crash_a_divergence_a_nan_and_a_hang_are_recorded_failures_and_the_rest_goes_on(toy):
+    (toy / "x.yaml").write_text("mode: [good, crash, diverge, nan, hang]")
+    result = finish(toy_command("--sampler", "grid", "--workers", 2, "--hang-seconds", 2), toy)
+    trials = {trial.params["mode"]: trial for trial in load(toy).trials}
+    assert {mode for mode, trial in trials.items() if trial.state == TrialState.COMPLETE} == {"good"}
+    failures = {mode: trial.user_attrs["failure"] for mode, trial in trials.items() if mode != "good"}
+    assert "the environment broke" in failures["crash"]
+    assert failures["diverge"] == "diverged: losses not finite"
+    assert "not finite" in failures["nan"]
+    assert "no new line in metrics.jsonl for 2 seconds" in failures["hang"]
+    assert "RuntimeError: the environment broke" in trials["crash"].user_attrs["log_tail"]
+    assert not processes_in(toy)
+    summary = json.loads(result.stdout)
+    assert (summary["complete"], summary["failed"], summary["best"]["mode"]) == (1, 4, "good")
+
+
+def test_a_trial_over_its_cost_is_stopped_and_counts_with_what_it_reached(toy):
+    (toy / "endless").touch()
+    words = command("--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 0.5, "--num-trials", 1)
+    finish(words, toy)
+    (trial,) = load(toy).trials
+    assert trial.state == TrialState.COMPLETE and trial.user_attrs["end"] == "max cost"
+    assert 0.3 < trial.user_attrs["cost"] < 2
+    assert trial.user_attrs["curve"][-1][2] == trial.value > trial.user_attrs["curve"][0][2]
+    assert "It was stopped there" in (toy / "sweeps/toy__toy/best.yaml").read_text()
+    assert not processes_in(toy)
+
+
+def test_hopeless_trials_are_pruned_and_the_best_is_not(toy):
+    choices = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.1, 11, 0.2, 12]
+    (toy / "x.yaml").write_text(f"x: {choices}")
+    words = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", "0.6", "--sampler", "random"]
+    study_words = command(*words, "--num-trials", len(choices), "--workers", 2)
+    finish([*study_words, "--", "--total-timesteps", "25"], toy, 0)
+    trials = load(toy).trials
+    pruned = [trial for trial in trials if trial.state == TrialState.PRUNED]
+    finished = sorted(trial.params["x"] for trial in trials if trial.state == TrialState.COMPLETE)
+    assert pruned
+    for trial in pruned:  # worse than three quarters of those that were finished by then
+        assert trial.params["x"] <= np.quantile(finished, 0.4)
+        assert trial.user_attrs["curve"][-1][1] < 0.5
+    assert max(finished) == max(trial.params["x"] for trial in trials)
+
+
+def test_seeds_are_averaged(toy):
+    finish(toy_command("--num-trials", 2, "--seeds", 2, "--seed", 5, "--sampler", "random"), toy)
+    for trial in load(toy).trials:
+        seeds = [5 + 2 * trial.number, 6 + 2 * trial.number]
+        scores = trial.user_attrs["scores"]
+        assert trial.user_attrs["runs"] == 2 and trial.value == pytest.approx(np.mean(scores))
+        assert scores[1] - scores[0] == pytest.approx((seeds[1] - seeds[0]) / 1000)
+
+
+def test_two_workers_run_at_once_each_on_its_own_cores(toy):
+    finish(toy_command("--num-trials", 4, "--workers", 2, "--", "--total-timesteps", 40), toy)
+    first, second, *_ = load(toy).trials
+    assert first.datetime_start < second.datetime_complete and second.datetime_start < first.datetime_complete
+    assert protein_sweep.divide([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
+    assert protein_sweep.divide([0, 1, 2], 2) == [[0, 1], [2]]
+    assert protein_sweep.divide([4, 7], 3) == [[4], [7], [4]]
+
+
+def share_a_study(toy, *arguments) -> list[optuna.trial.FrozenTrial]:
+    """Two processes at once on one study of 8 trials; asserts that both finish well."""
+    words = toy_command("--num-trials", 8, *arguments)
+    both = [
+        subprocess.Popen(words, cwd=toy, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"
+    ]
+    for process in both:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    return both
+
+
+def assert_shared(trials: list[optuna.trial.FrozenTrial]):
+    done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    assert len(done) in (8, 9)  # each may have started the last one
+    assert len({trial.user_attrs["process"] for trial in done}) == 2
+    assert len({trial.params["x"] for trial in done}) == len(done)
+
+
+def test_two_processes_share_one_sqlite_study(toy):
+    share_a_study(toy)
+    assert_shared(load(toy).trials)
+
+
+def test_two_processes_share_one_postgresql_study(toy, tmp_path_factory):
+    """A server of its own, in a temporary folder, on a socket there."""
+    binaries = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    initdb = shutil.which("initdb") or (str(binaries[-1]) if binaries else None)
+    if not initdb:
+        pytest.skip("no PostgreSQL here; on Debian or Ubuntu: sudo apt-get install postgresql")
+    bin_folder, folder = pathlib.Path(initdb).resolve().parent, tmp_path_factory.mktemp("pg")
+    as_user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []  # it refuses to run as root
+    if as_user:
+        for path in (folder, *folder.parents[:3]):
+            if str(path) not in ("/", "/tmp"):
+                path.chmod(0o777)
+    pg_ctl = [*as_user, bin_folder / "pg_ctl", "-D", folder / "data", "-w"]
+    subprocess.run(
+        [*as_user, initdb, "-D", folder / "data", "-U", "sweep", "-A", "trust"], check=True, cwd="/", capture_output=True
+    )
+    options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
+    subprocess.run([*pg_ctl, "-o", options, "-l", folder / "log", "start"], check=True, cwd="/", capture_output=True)
+    try:
+        url = f"postgresql://sweep@/postgres?host={folder}"
+        share_a_study(toy, "--storage", url)
+        study = optuna.load_study(study_name="toy__toy", storage=url.replace("postgresql:", "postgresql+psycopg:"))
+        assert_shared(study.trials)
+        study._storage._backend.engine.dispose()
+    finally:
+        subprocess.run([*pg_ctl, "-m", "immediate", "stop"], check=True, cwd="/", capture_output=True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
+    (toy / "endless").touch()
+    process = subprocess.Popen(
+        toy_command("--num-trials", 3, "--workers", 2), cwd=toy, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(list(toy.glob("sweeps/toy__toy/trials/*/*/*/metrics.jsonl"))) == 2)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum)
+    trainers = [one for one in processes_in(toy) if "toy.py" in " ".join(one.cmdline())]
+    if signum == signal.SIGKILL:  # nobody is left to clean up: the kernel tells the trials, which end themselves
+        wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in trainers))
+        for one in processes_in(toy):  # what a trial of this sort leaves behind
+            one.kill()
+        return
+    assert "the same command goes on" in errors
+    assert not processes_in(toy)
+    trials = load(toy).trials
+    assert [trial.state for trial in trials[:2]] == [TrialState.FAIL] * 2 and "failure" not in trials[0].user_attrs
+    assert [trial.state for trial in trials[2:]] == [TrialState.WAITING] * 2
+    (toy / "endless").unlink()
+    finish(toy_command("--num-trials", 3, "--workers", 2), toy)
+    done = [trial for trial in load(toy).trials if trial.state == TrialState.COMPLETE]
+    assert len(done) == 3
+    assert {trial.params["x"] for trial in trials[:2]} <= {trial.params["x"] for trial in done}
+
+
+def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another(toy):
+    finish(toy_command("--num-trials", 2), toy)
+    finish(toy_command("--num-trials", 3), toy)
+    assert len(load(toy).trials) == 3
+    result = finish(toy_command("--num-trials", 3, "--metric", "env/other"), toy, 2)
+    assert (
+        result.stderr.strip()
+        == "error: --study-name toy__toy: exists with another metric; give this one another --study-name, or delete it"
+    )
+
+
+def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy):
+    result = finish(toy_command("--", "--mode", "refuses"), toy, 2)
+    assert "toy.py refuses its arguments: --env-id toy: unknown" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--script", "none.py"], "--script none.py: cannot be read"),
+        (["--space", "none.yaml"], "--space none.yaml: cannot be read"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--max-cost-seconds", "-1"], "--max-cost-seconds -1.0: must be a number of seconds above 0"),
+        (["--sampler", "best"], "--sampler"),
+        (["--storage", "mysterysql://x"], "--storage mysterysql://x"),
+        (
+            ["--sampler", "grid", "--script", str(SCRIPT), "--space", str(ROOT / "benchmark/sweeps/default.yaml")],
+            "points in this space",
+        ),
+        (["--", "--output-dir", "x"], "-- --output-dir"),
+        (["--", "stray"], "-- stray"),
+        (["--", "--x", "0.5"], "nothing to search"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(toy, arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(toy)
+    first = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml"]
+    monkeypatch.setattr(sys, "argv", ["protein_sweep.py", *first, *arguments])
+    assert protein_sweep.main() == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+
+
+def test_an_unknown_argument_in_the_space_is_named_with_the_nearest(toy):
+    (toy / "x.yaml").write_text("learning_rat: [1, 2]")
+    result = finish(command("--script", SCRIPT, "--space", "x.yaml"), toy, 2)
+    assert "has no argument learning_rat; did you mean learning_rate?" in result.stderr
+
+
+def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes(tmp_path):
+    """The real script: three trials by two workers; best.yaml, trials.csv, plots, one JSON line, optuna-dashboard."""
+    (tmp_path / "space.yaml").write_text("learning_rate: {distribution: log_normal, min: 0.001, max: 0.1}\ngamma: [0.9, 0.99]\n")
+    fixed = [word for word in SMALL if word != "2048"]
+    fixed.insert(fixed.index("--total-timesteps") + 1, "16384")
+    words = command("--script", SCRIPT, "--space", "space.yaml", "--num-trials", 3, "--workers", 2, "--", *fixed)
+    result = finish(words, tmp_path)
+    folder = tmp_path / "sweeps/breakout__ppo_lstm_puffer"
+    summary = json.loads(result.stdout)
+    assert summary["complete"] == 3 and summary["failed"] == 0
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    assert [row["number"] for row in rows] == ["0", "1", "2"]
+    assert float(max(rows, key=lambda row: float(row["score"]))["learning_rate"]) == summary["best"]["learning_rate"]
+    assert rows[0]["learning_rate"] == "0.03"  # the first trial is the script's defaults
+    for name in ("pareto.png", "importances.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+    text = (folder / "best.yaml").read_text()
+    assert f"trial {summary['best']['trial']}, the best of 3" in text
+    best = run_script("--config", str(folder / "best.yaml"), "--total-timesteps", "512", cwd=tmp_path, small=False)
+    assert best.returncode == 0, best.stderr
+    config = yaml.safe_load(next(tmp_path.glob("runs/*/config.yaml")).read_text())
+    assert config["learning_rate"] == summary["best"]["learning_rate"] and config["hidden_size"] == 32 and not config["compile"]
+
+    from optuna_dashboard import wsgi
+
+    seen, request = [], {"PATH_INFO": "/api/studies"}
+    wsgiref.util.setup_testing_defaults(request)
+    answer = b"".join(wsgi(f"sqlite:///{folder}/study.db")(request, lambda status, headers, error=None: seen.append(status)))
+    assert seen == ["200 OK"] and json.loads(answer)["study_summaries"][0]["study_name"] == "breakout__ppo_lstm_puffer"
+
+
+def test_on_a_terminal_there_is_a_live_view_with_the_best_the_front_and_the_time_left(toy):
+    import pty
+
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        toy_command("--num-trials", 3, "--", "--total-timesteps", 80), cwd=toy, env=environment() | {"TERM": "xterm"},
+        stdout=subprocess.PIPE, stderr=end, text=True,
+    )  # fmt: skip
+    os.close(end)
+    shown = io.BytesIO()
+    while True:
+        try:
+            shown.write(os.read(terminal, 65536))
+        except OSError:  # the other end is closed
+            break
+    assert json.loads(process.communicate()[0])["complete"] == 3
+    for word in ("running", "the front", "best env/score", "left"):
+        assert word in shown.getvalue().decode(errors="replace")
