@@ -65,6 +65,7 @@ train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restar
 
 train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or without one on XLA's CPU device
 	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --env-id breakout --device $(if $(TPU),tpu,cpu) $(ARGS)
+
 sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-trials 60 --max-cost-seconds 60 --workers 2"
 	$(PY) protein_sweep.py $(ARGS)
 
