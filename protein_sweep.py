@@ -39,6 +39,7 @@ import numpy as np
 import optuna
 import scipy.optimize
 import scipy.stats
+import sqlalchemy.exc
 import threadpoolctl
 import tyro
 import yaml
@@ -631,28 +632,34 @@ def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathl
     url = args.storage or f"sqlite:///{folder / 'study.db'}"
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # the driver in requirements.txt
     waits = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    try:
-        storage = optuna.storages.RDBStorage(
-            url, engine_kwargs=waits, heartbeat_interval=10, grace_period=60, heartbeat_stale_trial_callback=try_again
-        )
-    except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
-        raise UsageError(f"--storage {args.storage or url}: {' '.join(str(error).split())[:200]}") from error
+    beats = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": try_again}
+    for attempt in range(5):
+        try:
+            storage = optuna.storages.RDBStorage(url, engine_kwargs=waits, **beats)
+            break
+        except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
+            # Of two processes that make the tables at once, the second fails, and finds them made a moment later.
+            if attempt == 4 or not isinstance(error, sqlalchemy.exc.DBAPIError):
+                raise UsageError(f"--storage {args.storage or url}: {' '.join(str(error).split())[:200]}") from error
+            time.sleep(0.5)
     sampler = make_sampler(args, space, 0)
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_warmup_steps=MILESTONES // 3, n_min_trials=10)
-    study = optuna.create_study(
-        storage=storage, study_name=args.study_name, direction=args.direction, sampler=sampler, pruner=pruner,
-        load_if_exists=True,
-    )  # fmt: skip
+    made = {"storage": storage, "sampler": sampler, "pruner": pruner}
+    try:
+        study, new = optuna.create_study(study_name=args.study_name, direction=args.direction, **made), True
+    except optuna.exceptions.DuplicatedStudyError:  # as it was left, or made just now by a process beside this one
+        study, new = optuna.load_study(study_name=args.study_name, **made), False
     shape = {parameter.name: optuna.distributions.distribution_to_json(parameter.distribution) for parameter in space}
     this = {"script": os.path.basename(args.script), "env_id": args.env_id, "metric": args.metric, "direction": args.direction}
     this |= {"seeds": args.seeds, "max_cost_seconds": args.max_cost_seconds, "fixed": list(args.fixed), "space": shape}
-    before = study.user_attrs.get("sweep")
-    if before is None:
+    before = study.user_attrs.get("sweep", this)
+    if new:
         study.set_user_attr("sweep", this)
-        # The first trial is the script's defaults: a sweep should not end with less than one starts with.
-        if args.sampler != "grid":
+        if (
+            args.sampler != "grid"
+        ):  # the first trial is the script's defaults: a sweep should not end with less than one starts with
             study.enqueue_trial(to_params(space, defaults))
-    elif changed := [key for key in this if before.get(key) != this[key]]:
+    if changed := [key for key in this if before.get(key) != this[key]]:
         raise UsageError(
             f"--study-name {args.study_name}: exists with another {', '.join(changed)}; give this one another --study-name, or delete it"
         )

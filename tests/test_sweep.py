@@ -447,7 +447,7 @@ def assert_shared(trials: list[optuna.trial.FrozenTrial]):
     done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert len(done) in (8, 9)  # each may have started the last one
     assert len({trial.user_attrs["process"] for trial in done}) == 2
-    assert len({trial.params["x"] for trial in done}) == len(done)
+    assert [trial.params["x"] for trial in done].count(0.5) == 1  # the defaults were queued by one of them
 
 
 def test_two_processes_share_one_sqlite_study(toy):
