@@ -284,8 +284,8 @@ class ProteinSampler(optuna.samplers.BaseSampler):
     3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in
        some of the coordinates, so that a good trial is changed a little in one respect, or much in all. Then around the best candidates.
     4. A limit on the cost is drawn: three times in four the largest there is, else one from the front's range, in logarithms. Of the candidates
-       predicted to cost no more, the one with the largest expected improvement on what was reached at that cost is suggested, times its chance not
-       to fail. So every cost level is improved, and what is learned from cheap trials helps the dear ones.
+       predicted to cost no more, the one with the largest expected improvement on what was reached at that cost is suggested, times the cube of its chance
+       not to fail. So every cost level is improved, and what is learned from cheap trials helps the dear ones.
 
     The first trials, before there is anything to fit, are a scrambled Sobol sequence.
 
@@ -366,7 +366,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
             deviation = 0.5 * np.sqrt(np.maximum(deviation**2 - noise_variance(score_gp), 1e-12))
             z = (mean - record) / deviation
             improvement = deviation * (z * scipy.stats.norm.cdf(z) + scipy.stats.norm.pdf(z))
-            chance = 1 - failure_gp.predict(candidates).clip(0, 1)
+            chance = (1 - failure_gp.predict(candidates).clip(0, 1)) ** 3  # cubed: a failure costs a trial and shows no score
             cost = np.minimum(cost, self.max_cost)
             allowed = (cost <= limit) & (cost < self.max_cost) | (cost <= np.quantile(cost, 0.05))
             return np.where(allowed, improvement * chance, -cost)
