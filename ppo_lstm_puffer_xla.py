@@ -7,10 +7,10 @@
     python ppo_lstm_puffer_xla.py --output-dir gs://bucket/runs      # any fsspec URL
 
 The hosts step the environments; the devices share the agents (SPMD): the observations of N agents lie N / devices on each, the
-parameters on all, and XLA adds what must be exchanged. Four graphs are compiled once each, in the first two iterations: a step
-of the policy, the segments put together, the draw of a minibatch by its advantages, and an update, in which the LSTM over time
-is a scan. Nothing is compiled after that: shapes never change, and what changes is a tensor. Runs go on and play under the
-reference script and the other way round. `diff ppo_lstm_puffer.py ppo_lstm_puffer_xla.py` shows all that is different.
+parameters on all, and XLA adds what must be exchanged. In the first two iterations four graphs are compiled, and a few small
+ones: a step of the policy, the segments put together, the draw of a minibatch by its advantages, and an update, in which the LSTM
+over time is a scan. Nothing is compiled after that: shapes never change, and what changes is a tensor. --resume and --evaluate
+take the reference script's runs, and the other way round. `diff ppo_lstm_puffer.py ppo_lstm_puffer_xla.py` shows all that is different.
 """
 
 import atexit
@@ -144,7 +144,7 @@ class Args:
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
     target_kl: float | None = None
-    """stop the update early when approx_kl passes this (reads one number per minibatch: slower on a GPU)"""
+    """stop the update early when approx_kl passes this (reads one number per minibatch: slower)"""
     vtrace_rho_clip: float = 1.0
     """V-trace's clip of the ratio in the temporal difference"""
     vtrace_c_clip: float = 1.0
@@ -310,17 +310,18 @@ class Agent(nn.Module):
 def lstm_step(carry, inputs):
     """One step of the LSTM, its state set to zero where keep is 0.
 
-    carry: h, c (N, H) float32, and W_hh (4H, H); inputs: the input's part of the gates (N, 4H), and keep (N, 1), 1 - dones.
+    carry: h, c (N, H) float32, and W_hh (4H, H) in the compute dtype; inputs: the input's part of the gates with the bias
+    (N, 4H) float32, and keep (N, 1), 1 - dones.
     Returns the carry; and the output, the activations of the gates i, f, g, o (N, 4H), and the cell state before the step.
     """
     h, c, weight = carry
     gates, keep = inputs
-    gates = gates + torch.mm((h * keep).to(gates.dtype), weight.t())
-    i, f, g, o = gates.float().chunk(4, dim=1)
+    gates = gates + torch.mm((h * keep).to(weight.dtype), weight.t()).float()
+    i, f, g, o = gates.chunk(4, dim=1)
     i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
     new_c = f * (c * keep) + i * g
     new_h = o * torch.tanh(new_c)
-    return (new_h, new_c, weight), (new_h.to(gates.dtype), torch.cat((i, f, g, o), dim=1).to(gates.dtype), c)
+    return (new_h, new_c, weight), (new_h.to(weight.dtype), torch.cat((i, f, g, o), dim=1).to(weight.dtype), c)
 
 
 def lstm_step_backward(carry, inputs):
@@ -348,7 +349,7 @@ def lstm_forward(x, h, c, dones, weight, bias):
     activations i, f, g, o (T, N, 4H) and the cell states before it (T, N, H).
     """
     H = h.shape[1]
-    gates = nn.functional.linear(x, weight[:, :-H], bias.to(x.dtype))  # the input's part of all steps is one product
+    gates = nn.functional.linear(x, weight[:, :-H]).float() + bias  # the input's part of all steps is one product
     carry, steps = (h, c, weight[:, -H:]), (gates, (1 - dones).unsqueeze(-1))
     if len(x) == 1:  # a step of the policy
         (h, c, _), saved = lstm_step(carry, [step[0] for step in steps])
@@ -414,7 +415,7 @@ def sample_segments(advantages, uniform, alpha, beta):
     """Prioritized segments (Schaul et al. 2016, proportional variant): p_i = (sum_t |A_ti|)^alpha / sum of the same.
 
     Draws B indices by stratified sampling (their appendix B.2.1: one draw from each of B equal slices of the total
-    probability), so with alpha = 0 no segment comes twice in a minibatch. uniform (B): random numbers in [0, 1).
+    probability), so with alpha = 0 no segment comes twice in a minibatch (but for rounding, with very many). uniform (B): random numbers in [0, 1).
     Returns the indices (B) int64 and the importance weights (N p_i)^-beta (B) float32.
     """
     priorities = advantages.abs().sum(0) ** alpha
@@ -564,7 +565,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
     envs = make_envs(args, seed)
     T, N = args.num_steps, envs.num_agents
     check_sizes(all_args, N * hosts)
-    check_devices(args, N // envs.num_groups)
+    check_devices(all_args, N // envs.num_groups)
     num_segments = args.minibatch_size // T
     num_chunks = -(-args.minibatch_size // args.max_minibatch_size)
     num_minibatches = max(1, round(args.update_epochs * N * hosts * T / args.minibatch_size))
@@ -600,7 +601,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             rewards[t - 1, agents] = torch.as_tensor(received.rewards.clip(-1, 1) if args.clip_rewards else received.rewards)
         return agents
 
-    # GRAPHS: each of these functions is traced at every call, compiled at the first, and then runs while the host goes on.
+    # GRAPHS: each of these functions is traced at every call, compiled if the graph is new, and then runs while the host goes on.
     graph = functools.partial(torch_xla.compile, full_graph=True)
 
     @graph
@@ -618,13 +619,13 @@ def train(args: Args, resumed: dict | None = None) -> int:
         per_item = zip(*(zip(*groups) for groups in steps))
         observations, actions, logprobs, values = (share(torch.stack([torch.cat(step) for step in item]), 1) for item in per_item)
         h, c = (torch.cat(groups) for groups in zip(*start))
-        rewards, dones, valid = (torch.cat(groups).t() for groups in flags)
+        rewards, dones, valid = (share(torch.cat(groups).t(), dim=1) for groups in flags)
         return (observations[:T], h, c, dones[:T], actions[:T], logprobs[:T]), (
             values,
             rewards,
             dones,
             valid,
-            torch.ones_like(rewards),
+            share(torch.ones_like(rewards), dim=1),
         )
 
     @graph
@@ -650,9 +651,11 @@ def train(args: Args, resumed: dict | None = None) -> int:
             parameter.grad = sum(parts)
         segments = minibatch[0]
         ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
+        share(ratio, dim=1), share(values, dim=1)  # as they came: how a tensor lies is part of the graph that takes it
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()  # kept, they would be results of the graph
         losses = torch.cat((sum(losses), grad_norm[None]))
         statistics.add_(losses)
         return losses
@@ -676,14 +679,23 @@ def train(args: Args, resumed: dict | None = None) -> int:
         raise UsageError(
             f"--resume: this run is complete at {step} steps; give a larger --total-timesteps than {args.total_timesteps}"
         )
-    run = (Run if host == 0 else SilentRun)(all_args, agent, envs, resumed)
+    try:
+        run, refused = (Run if host == 0 else SilentRun)(all_args, agent, envs, resumed), None
+    except UsageError as error:
+        refused = error
+    if highest_of_hosts(refused is not None):  # all end, or the others would wait for the one that does
+        raise refused or UsageError("the first host cannot write; its own line says why")
     phase = run.phase
-    stop, stopped = StopSignals(), False
+    stop = StopSignals()
+
+    def told_to_stop() -> int:
+        """Whether any host was: the signal's number, 1 for the time limit, else 0. What one host runs all must run, so they ask together."""
+        return highest_of_hosts(stop.signum or int(run.out_of_time))
 
     try:
         envs.reset()
         groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two groups are double-buffered
-        while iteration < num_iterations and not stopped:
+        while not (stopped := told_to_stop()) and iteration < num_iterations:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             run.profiler_step(iteration)
             start, steps = list(state), []
@@ -726,11 +738,11 @@ def train(args: Args, resumed: dict | None = None) -> int:
                     losses = update(batch, values, ratio, minibatch)
                     if args.target_kl is not None and losses[4] > args.target_kl:
                         break
-                stopped = any_host(bool(stop.signum) or run.out_of_time)
                 losses = dict(
                     zip(LOSSES, (statistics.cpu() / updates).tolist())
                 )  # the one read of the update: waits for the devices
 
+            del batch, targets, values, ratio, minibatch, steps  # else they take memory beside the next segment
             iteration, step = iteration + 1, step + N * hosts * T
 
             # LOGGING, CHECKPOINT
@@ -743,16 +755,16 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 if iteration == 1 or iteration % args.log_interval == 0 or last:
                     losses["explained_variance"] = float(explained_variance)
                     gather_logs(envs)
-                    run.log(iteration, step, losses, float(optimizers[0].param_groups[0]["lr"]))
+                    run.log(iteration, step, losses, learning_rates[0] * factor)
                 if iteration % args.checkpoint_interval == 0 or last:
                     run.save_checkpoint(iteration, step, optimizers, rng_of_all_hosts())
             # The next segment begins where this one ended.
             dones[0], valid[0] = dones[T], valid[T]
             if iteration == run.first_iteration + WARM_UP:
                 run.warm_compiles, _ = compiled_so_far()
-        exit_reason = "completed"
-        if stopped and iteration < num_iterations:
-            exit_reason = stop.name or ("time_limit" if run.out_of_time else "sigterm")  # which another host got
+        exit_reason = "time_limit" if stopped and iteration < num_iterations else "completed"
+        if stopped > 1:
+            exit_reason = signal.Signals(stopped).name.lower()
         if exit_reason != "completed":
             run.save_checkpoint(iteration, step, optimizers, rng_of_all_hosts())
     except TrainingDiverged as error:
@@ -769,7 +781,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             run.close(exit_reason, iteration, step)
     if exit_reason.startswith(("diverged", "worker")):
         return 1
-    return 128 + stop.signum if stop.signum else 0
+    return 128 + stopped if stopped > 1 else 0
 
 
 # PLUMBING: devices and hosts ----------------------------------------------------------------------------------------------
@@ -794,10 +806,9 @@ def start_devices(args: Args) -> torch.device:
         devices = xr.global_runtime_device_count()
         spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices,), ("data",)))
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"--device {args.device}: does not start ({' '.join(str(error).split())[:200]}); a TPU serves one process at a time, and "
-            "`sudo lsof -w /dev/accel* /dev/vfio/*` names the one that holds it"
-        ) from error
+        busy = "; a TPU serves one process at a time, and `sudo lsof -w /dev/accel* /dev/vfio/*` names the one that holds it"
+        hint = busy if args.device == "tpu" else ""
+        raise UsageError(f"--device {args.device}: does not start ({' '.join(str(error).split())[:200]}){hint}") from error
     return torch_xla.device()
 
 
@@ -813,9 +824,13 @@ def meet_other_hosts():
 
 def put(tensor: torch.Tensor) -> torch.Tensor:
     """To the devices, without waiting: this host's agents (n, ...) become, with those of the other hosts, (N, ...) shared by all."""
-    partition = ("data", *[None] * (tensor.ndim - 1))
-    sharding = spmd.ShardingSpec(spmd.get_global_mesh(), partition, minibatch=True)
-    return xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), sharding)[0]
+    return xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), spread_rows(tensor.ndim))[0]
+
+
+@functools.cache
+def spread_rows(ndim: int) -> spmd.ShardingSpec:
+    """A part of the first dimension on each device; minibatch: every host brings the parts of its own devices."""
+    return spmd.ShardingSpec(spmd.get_global_mesh(), ("data", *[None] * (ndim - 1)), minibatch=True)
 
 
 def share(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -830,7 +845,7 @@ def rows_of_this_host(tensor: torch.Tensor) -> torch.Tensor:
     shards = wrap_as_sharded_tensor(tensor).local_shards
     if shards[0].indices is Ellipsis:  # every device has all
         return shards[0].data
-    return torch.cat([shard.data for shard in sorted(shards, key=lambda shard: shard.indices[0].start)])
+    return torch.cat([shard.data for shard in shards])  # in the order of this host's devices, in which `put` gave them out
 
 
 def compiled_so_far() -> tuple[int, float]:
@@ -845,6 +860,8 @@ def share_of_host(args: Args, hosts: int) -> Args:
     for name in names:
         if getattr(args, name) % hosts:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a multiple of the {hosts} hosts")
+    if hosts > 1 and "num_envs" in args.env:
+        raise UsageError("--env.num-envs: use --num-envs, which is split over the hosts")
     return replace(args, **{name: getattr(args, name) // hosts for name in names})
 
 
@@ -852,7 +869,7 @@ def check_devices(args: Args, num_agents: int):
     local, devices, segments = (
         xr.addressable_runtime_device_count(),
         xr.global_runtime_device_count(),
-        args.minibatch_size // args.num_steps,
+        min(args.minibatch_size, args.max_minibatch_size) // args.num_steps,
     )
     if num_agents % local:
         raise UsageError(
@@ -860,15 +877,14 @@ def check_devices(args: Args, num_agents: int):
         )
     if segments % devices:
         raise UsageError(
-            f"--minibatch-size {args.minibatch_size}: its {segments} segments of --num-steps {args.num_steps} do not split over {devices} devices"
+            f"--minibatch-size {args.minibatch_size}: {segments} segments of --num-steps {args.num_steps} at a time do not split over {devices} devices"
         )
 
 
-def any_host(flag: bool) -> bool:
-    """Whether any host says so: what one does in a graph all must do, so they stop after the same iteration."""
-    flags = torch.tensor(float(flag))
-    dist.all_reduce(flags)
-    return bool(flags > 0)
+def highest_of_hosts(number: int) -> int:
+    numbers = torch.tensor(number)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return int(numbers)
 
 
 def gather_logs(envs):

@@ -16,9 +16,11 @@ import ast
 import contextlib
 import csv
 import ctypes
+import datetime
 import difflib
 import functools
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -73,7 +75,7 @@ class Args:
     seeds: int = 1
     """runs per trial, each with a seed of its own; the trial's score and cost are their means"""
     pruning: bool = True
-    """stop a trial when, at the same cost, it is worse than three quarters of the finished ones"""
+    """stop a trial when, at the same cost, it is worse than three quarters of the complete ones (ten at least; not before 30 % of the cost)"""
     sampler: Literal["protein", "gp", "tpe", "random", "grid"] = "protein"
     """protein: the one below; the others are Optuna's own, which see the score only"""
     seed: int = 1
@@ -283,7 +285,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
        classification, Rasmussen & Williams 2006, section 6.5).
     3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in
        some of the coordinates, so that a good trial is changed a little in one respect, or much in all. Then around the best candidates.
-    4. A limit on the cost is drawn: three times in four the largest there is, else one from the front's range, in logarithms. Of the candidates
+    4. A limit on the cost is drawn: three times in four the largest that is allowed or a quarter more than the best trial's, else one from the front's range, in logarithms. Of the candidates
        predicted to cost no more, the one with the largest expected improvement on what was reached at that cost is suggested, times the cube of its chance
        not to fail. So every cost level is improved, and what is learned from cheap trials helps the dear ones.
 
@@ -292,7 +294,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
     The sampler keeps nothing: a suggestion is a function of the seed, the trial's number, and the finished trials in the storage. So
     a new process on the same storage goes on as the old one would have, and parallel workers draw different candidates and costs.
 
-    It works with any Optuna study. Of a trial it reads the user attribute "curve", [[progress, cost, score], ...] with progress in (0, 1]
+    It works with any Optuna study of one objective. Of a trial it reads the user attribute "curve", [[progress, cost, score], ...] with progress in (0, 1]
     and cost in seconds; without it, value and duration. A failed trial counts as failure if it has the user attribute "failure":
     an interrupted one is nobody's fault.
 
@@ -351,7 +353,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
         # The limit: the largest cost there is, or one from the front's range. The record: the best at that cost, but for its luck.
         front = ends[pareto_front(costs[ends], scores[ends])]
         low, high = np.log(costs[front[0]]), np.log(min(self.max_cost, 1.25 * costs[front[-1]]))
-        limit = np.exp(high if rng.random() < 0.75 else rng.uniform(low, high))
+        limit = np.exp(high if rng.random() < 0.75 else rng.uniform(min(low, high), high))
         within = ends[costs[ends] <= max(limit, costs[front[0]])]
         record = score_gp.predict(with_progress(x[within], progress[within])).max()
 
@@ -424,7 +426,7 @@ def score_at(rows: np.ndarray, cost: float) -> float:
 def learning_curve(rows: np.ndarray, total_timesteps: int | None) -> list[list[float]]:
     """POINTS times [progress, cost, score] at even parts of the cost that a run has reached. Progress is its share of total_timesteps."""
     points = []
-    for cost in rows[-1, 1] * np.arange(1, POINTS + 1) / POINTS:
+    for cost in rows[-1, 1] * (np.arange(1, POINTS + 1) / POINTS):  # the last is exactly the last row's
         step = np.interp(cost, rows[:, 1], rows[:, 0])
         progress = min(1.0, step / (total_timesteps or rows[-1, 0]))
         if len(rows[rows[:, 1] <= cost]):
@@ -448,7 +450,7 @@ class Job:
 
     def start(self):
         """Starts the next run, in a process group of its own, on this trial's cores."""
-        self.rows, self.first, self.lines, self.ending, self.failure = np.empty((0, 3)), None, 0, None, None
+        self.rows, self.first, self.lines, self.ending, self.failure, self.keys = np.empty((0, 3)), None, 0, None, None, []
         self.seen = time.monotonic()
         number = len(self.curves)
         self.run_folder = self.folder / f"run{number}"
@@ -473,17 +475,18 @@ class Job:
 
     def poll(self) -> bool:
         over = self.process.poll() is not None
-        self.read()
+        if not self.ending:  # what it still does while it is being stopped is not counted
+            self.read()
         now = time.monotonic()
         if not over:
             if self.ending:
                 if now > self.kill_at:
                     self.kill()
+            elif now - self.seen > self.patience:
+                self.failure = f"hangs: no new line in metrics.jsonl for {self.patience:g} seconds"
+                self.ending, self.kill_at = "hangs", now
             elif self.cost >= self.args.max_cost_seconds:
                 self.stop("max cost")
-            elif now - self.seen > self.args.hang_seconds:
-                self.failure = f"hangs: no new line in metrics.jsonl for {self.args.hang_seconds:g} seconds"
-                self.ending, self.kill_at = "hangs", now
             elif self.hopeless():
                 self.stop("pruned")
             return False
@@ -502,9 +505,14 @@ class Job:
                 self.latest = line["time"] - self.first
                 self.keys = sorted(line)
                 if self.args.metric in line:
-                    self.rows = np.vstack((self.rows, (line["step"], max(self.latest, 1e-3), line[self.args.metric])))
+                    self.rows = np.vstack((self.rows, (line["step"], max(self.latest, 1e-3), float(line[self.args.metric]))))
         if len(lines) > self.lines:
             self.lines, self.seen = len(lines), time.monotonic()
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a new line. Once there are lines, half of the largest cost at the most, else a hang would look like its end."""
+        return min(self.args.hang_seconds, self.args.max_cost_seconds / 2 if self.lines else np.inf)
 
     @property
     def cost(self) -> float:
@@ -529,8 +537,8 @@ class Job:
         self.process.terminate()
 
     def kill(self):
-        """Ends the run's whole group. One that had no line yet may have left half a compiled file, or have died of one."""
-        if not self.lines:
+        """Ends the run's whole group. One that is killed before its first line may leave half a compiled file."""
+        if not self.lines and (self.process.poll() is None or self.process.returncode < 0):
             (self.cache / "broken").touch()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -539,7 +547,11 @@ class Job:
     def conclude(self) -> bool:
         """What a run that is over means: the trial is over too (True), or the next seed's run has started (False)."""
         summary = next(self.run_folder.glob("*/metrics.json"), None)
-        reason = json.loads(summary.read_text())["exit_reason"] if summary else f"exit code {self.process.returncode}"
+        reason = f"exit code {self.process.returncode}"
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError, AttributeError
+        ):  # a script of the user's own may leave another file
+            reason = json.loads(summary.read_text())["exit_reason"]
         if not self.failure and not self.ending and self.process.returncode:
             self.failure = reason if summary else f"{reason}: {(self.tail().strip().splitlines() or ['no output'])[-1]}"
         if not self.failure and not len(self.rows):
@@ -585,11 +597,14 @@ def usable_cache(caches: pathlib.Path) -> pathlib.Path:
     return (caches / str(number)).absolute()
 
 
+LIBC = ctypes.CDLL(None)
+
+
 def prepare_child(cores: list[int]):
     """In the new process: its cores, SIGTERM if this one is killed, and the signals that a shell's background job ignores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -601,19 +616,18 @@ def make_sampler(args: Args, space: list[Parameter], number: int) -> optuna.samp
     distributions = {parameter.name: parameter.distribution for parameter in space}
     if args.sampler == "protein":
         return ProteinSampler(distributions, args.seed, args.max_cost_seconds)
-    if args.sampler == "grid":
-        return optuna.samplers.GridSampler(grid(distributions), seed=args.seed)
     return {
         "gp": functools.partial(optuna.samplers.GPSampler, deterministic_objective=False),
         "tpe": functools.partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True),
         "random": optuna.samplers.RandomSampler,
+        "grid": optuna.samplers.RandomSampler,  # never asked: the points are queued when the study is new
     }[args.sampler](seed=1000 * args.seed + number)
 
 
-def grid(distributions: dict[str, BaseDistribution], most: int = 10_000) -> dict[str, list]:
+def grid(space: list[Parameter], most: int = 1000) -> list[dict[str, Any]]:
     """Every choice, every whole number where there are few, else both ends and the middle. Raises UsageError."""
     values = {}
-    for name, distribution in distributions.items():
+    for name, distribution in ((parameter.name, parameter.distribution) for parameter in space):
         cube = Cube({name: distribution})
         if isinstance(distribution, CategoricalDistribution):
             values[name] = list(distribution.choices)
@@ -624,7 +638,7 @@ def grid(distributions: dict[str, BaseDistribution], most: int = 10_000) -> dict
     points = int(np.prod([float(len(some)) for some in values.values()]))
     if points > most:
         raise UsageError(f"--sampler grid: {points:,} points in this space; give lists in --space, or fix arguments after --")
-    return values
+    return [dict(zip(values, point)) for point in itertools.product(*values.values())]
 
 
 def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathlib.Path) -> optuna.Study:
@@ -653,12 +667,15 @@ def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathl
     this = {"script": os.path.basename(args.script), "env_id": args.env_id, "metric": args.metric, "direction": args.direction}
     this |= {"seeds": args.seeds, "max_cost_seconds": args.max_cost_seconds, "fixed": list(args.fixed), "space": shape}
     before = study.user_attrs.get("sweep", this)
-    if new:
+    if new or not any(
+        curve_of(trial) for trial in study.get_trials(deepcopy=False)
+    ):  # nothing has worked yet: no other study either
         study.set_user_attr("sweep", this)
-        if (
-            args.sampler != "grid"
-        ):  # the first trial is the script's defaults: a sweep should not end with less than one starts with
-            study.enqueue_trial(to_params(space, defaults))
+        before = this
+    if new:
+        # The first trial is the script's defaults: a sweep should not end with less than one starts with.
+        for params in grid(space) if args.sampler == "grid" else [to_params(space, defaults)]:
+            study.enqueue_trial(params)
     if changed := [key for key in this if before.get(key) != this[key]]:
         raise UsageError(
             f"--study-name {args.study_name}: exists with another {', '.join(changed)}; give this one another --study-name, or delete it"
@@ -669,6 +686,13 @@ def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathl
 def try_again(study: optuna.Study, trial: FrozenTrial):
     """Queues the hyperparameters of a trial that was interrupted, here or on a machine that has gone."""
     study.enqueue_trial(trial.params, user_attrs={"again": trial.number})
+
+
+def forget_unborn(study: optuna.Study):
+    """Trials whose process ended while it was asking for hyperparameters: nothing runs, and no heartbeat will ever be missed."""
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if "process" not in trial.user_attrs and (datetime.datetime.now() - trial.datetime_start).total_seconds() > 60:
+            study.tell(trial.number, state=TrialState.FAIL)
 
 
 def counted(study: optuna.Study) -> list[FrozenTrial]:
@@ -690,16 +714,22 @@ def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, 
     try:
         with screen:
             while not stop.signum and not refused:
-                for slot in [slot for slot, job in jobs.items() if job.poll()]:
-                    job = jobs.pop(slot)
-                    refused = finish(study, job)
-                    screen.finished(study.trials[job.trial.number])
+                for slot, job in list(jobs.items()):
+                    try:
+                        if not job.poll():
+                            continue
+                        refused = finish(study, job)
+                        screen.finished(study.trials[job.trial.number])
+                    except optuna.exceptions.UpdateFinishedTrialError:  # after a long pause others took it for lost, and queued it
+                        job.kill()
+                    del jobs[slot]
                     write_tables(args, space, study, folder)
                 if time.monotonic() - beat > 10:  # what is alive says so; what has not for a minute is queued again
                     beat = time.monotonic()
-                    optuna.storages.fail_stale_trials(study)
                     for job in jobs.values():
                         study._storage.record_heartbeat(job.trial._trial_id)
+                    optuna.storages.fail_stale_trials(study)
+                    forget_unborn(study)
                 free = [slot for slot in range(args.workers) if slot not in jobs]
                 if free and len(counted(study)) < args.num_trials:
                     if args.sampler in ("gp", "tpe", "random"):
@@ -712,6 +742,8 @@ def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, 
                 elif jobs:
                     screen.show(jobs)
                     time.sleep(0.1)
+                elif any(trial.state == TrialState.RUNNING for trial in counted(study)):  # of others, who may be lost
+                    time.sleep(1)
                 else:
                     break
     finally:  # whatever the reason: no process is left behind
@@ -727,7 +759,7 @@ def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, 
     write_tables(args, space, study, folder)
     if refused:
         raise UsageError(f"{args.script} refuses its arguments: {refused}")
-    report(args, study, folder)
+    report(args, space, study, folder)
     if stop.signum:
         print(f"interrupted; the same command goes on with study {args.study_name}", file=sys.stderr)
     return 128 + stop.signum if stop.signum else 0
@@ -735,12 +767,13 @@ def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, 
 
 def finish(study: optuna.Study, job: Job) -> str | None:
     """Tells the study. Returns the script's error if it refused its arguments (exit code 2) and nothing has worked yet."""
+    if job.process.returncode == 2 and not any(curve_of(trial) for trial in study.get_trials(deepcopy=False)):
+        study.tell(job.trial, state=TrialState.FAIL)
+        try_again(study, study.trials[job.trial.number])
+        return (job.tail().strip().splitlines() or ["exit code 2"])[-1].removeprefix("error: ")
     for key, value in job.attributes.items():
         job.trial.set_user_attr(key, value)
-    with contextlib.suppress(RuntimeError):  # GridSampler stops a study that it has exhausted, which only optimize() can be
-        study.tell(job.trial, job.score if job.state == TrialState.COMPLETE else None, state=job.state)
-    if job.process.returncode == 2 and not any(curve_of(trial) for trial in study.get_trials(deepcopy=False)):
-        return (job.tail().strip().splitlines() or ["exit code 2"])[-1].removeprefix("error: ")
+    study.tell(job.trial, job.score if job.state == TrialState.COMPLETE else None, state=job.state)
     return None
 
 
@@ -784,16 +817,20 @@ def write_tables(args: Args, space: list[Parameter], study: optuna.Study, folder
     for trial in study.get_trials(deepcopy=False):
         if "arguments" in trial.user_attrs:
             seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
+            score = trial.user_attrs["curve"][-1][2] if "curve" in trial.user_attrs else None
             facts = trial.user_attrs | {
-                "number": trial.number, "state": trial.state.name.lower(), "score": trial.value, "seconds": seconds,
-            }  # fmt: skip
+                "number": trial.number,
+                "state": trial.state.name.lower(),
+                "score": score,
+                "seconds": seconds,
+            }
             arguments = trial.user_attrs["arguments"]
             rows.append([facts.get(key, "") for key in columns] + [arguments[name] for name in names])
     text = io.StringIO()
     csv.writer(text).writerows([columns + names, *rows])
     write_atomically(folder / "trials.csv", text.getvalue())
     if best := best_trial(study):
-        facts, finished = best.user_attrs, sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+        facts, finished = best.user_attrs, sum(trial.state.is_finished() for trial in counted(study))
         script = f"python {args.script} --config best.yaml"
         what = f"{args.metric} {best.value:.6g}, after {facts['cost']:.1f} seconds of training and {facts['step']:,.0f} steps"
         many = f"the mean of {facts['runs']} runs ({', '.join(f'{score:.5g}' for score in facts['scores'])})"
@@ -810,7 +847,7 @@ def write_tables(args: Args, space: list[Parameter], study: optuna.Study, folder
         write_atomically(folder / "best.yaml", "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False))
 
 
-def report(args: Args, study: optuna.Study, folder: pathlib.Path):
+def report(args: Args, space: list[Parameter], study: optuna.Study, folder: pathlib.Path):
     """The plots, a summary on stderr, and one line of JSON on stdout."""
     from rich.console import Console
     from rich.table import Table
@@ -827,7 +864,7 @@ def report(args: Args, study: optuna.Study, folder: pathlib.Path):
         table = Table(title="best trial", title_justify="left", box=None)
         for column in ("argument", "value", "importance"):
             table.add_column(column, justify="left" if column == "argument" else "right")
-        names = dict(zip(best.params, best.user_attrs["arguments"]))
+        names = {parameter.name: parameter.argument for parameter in space}
         for name in sorted(names, key=lambda name: -importances.get(name, 0)):
             table.add_row(names[name], f"{best.user_attrs['arguments'][names[name]]}", f"{importances.get(name, 0):.0%}")
         console.print(table)
@@ -1002,7 +1039,10 @@ def given_arguments(words: tuple[str, ...]) -> dict[str, Any]:
         key = name[2:].replace("-", "_")
         if equals or (rest and not rest[0].startswith("--")):
             text = value if equals else rest.pop(0)
-            value = yaml.safe_load(text.replace("_", "") if re.fullmatch(r"[\d_]+", text) else text)
+            try:
+                value = yaml.safe_load(text.replace("_", "") if re.fullmatch(r"[\d_]+", text) else text)
+            except yaml.YAMLError as error:
+                raise UsageError(f"-- {name} {text}: not a YAML value") from error
         else:
             value, key = not key.startswith("no_"), key.removeprefix("no_")
         if key.startswith("env."):
@@ -1036,9 +1076,12 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--space {args.space}: cannot be read ({' '.join(str(error).split())[:120]})") from error
     defaults, given = script_defaults(args.script), given_arguments(args.fixed)
-    for key in ("env_id", "output_dir", "resume", "evaluate"):
-        if key in given:
-            raise UsageError(f"-- --{key.replace('_', '-')}: is the sweep's to give" + ("; it has --env-id" * (key == "env_id")))
+    for key in ("env_id", "seed", "output_dir", "config", "resume", "evaluate"):
+        if key in given or any(parameter.argument == key for parameter in space):
+            hint = {"env_id": "it has --env-id", "seed": "it has --seed", "config": "give the values themselves"}.get(
+                key, "leave it out"
+            )
+            raise UsageError(f"-- --{key.replace('_', '-')}: is the sweep's to give; {hint}")
     for name in [parameter.argument for parameter in space]:
         if defaults is not None and name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
@@ -1056,8 +1099,7 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
     except OSError as error:
         raise UsageError(f"--output-dir {args.output_dir}: cannot be written ({error})") from error
     if args.sampler == "grid":
-        points = grid({parameter.name: parameter.distribution for parameter in space})
-        args.num_trials = min(args.num_trials, int(np.prod([len(values) for values in points.values()])))
+        args.num_trials = min(args.num_trials, len(grid(space)))
     defaults = (defaults or {}) | given
     return args, space, defaults, open_study(args, space, defaults, folder), folder
 

@@ -11,7 +11,7 @@ smooth (4 hyperparameters, no noise). Cost: T / (20000 sqrt(num_envs / 512)) sec
     Score: 100 S (1 - exp(-t / tau)), S = exp(-((u(lr) - 0.6) / 0.25)^2 / 2 - ((u(gamma) - 0.7) / 0.3)^2 / 2),
     tau = 3e6 (num_envs / 512)^0.6 exp(((u(lr) - 0.75) / 0.3)^2): more environments are faster but learn less from a step.
 wide (10 hyperparameters, noise). Cost: T / (30000 (minibatch / 4096)^0.3), 300 at most.
-    Score: 100 S h(t) (0.8 + 0.2 t / T), S = exp(-sum_i w_i (u_i - o_i)^2 / 2) over nine of them with w = (12, 8, 6, 4, 2, 1, 0, 0, 0),
+    Score: 100 S h(t) (0.8 + 0.2 t / T), S = exp(-sum_i w_i (u_i - o_i)^2 / 2) over eight of them with w = (12, 8, 6, 4, 2, 1, 0, 0),
     h(t) = (t / tau)^2 / (1 + (t / tau)^2), tau = 2e6 exp(u(minibatch)); the last factor is an annealed learning rate's gain at the end.
     Noise: each run's factor h is off by a normal of 5 %, each line by one of 1 point.
 ridge (6 hyperparameters, noise, failures). Cost: T / 40000, 300 at most. What matters is the effective rate e = lr / (1 - momentum): above
