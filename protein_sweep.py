@@ -718,8 +718,9 @@ def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, 
                     try:
                         if not job.poll():
                             continue
-                        refused = finish(study, job)
-                        screen.finished(study.trials[job.trial.number])
+                        refused = finish(study, job) or refused
+                        if not refused:
+                            screen.finished(study.trials[job.trial.number])
                     except optuna.exceptions.UpdateFinishedTrialError:  # after a long pause others took it for lost, and queued it
                         job.kill()
                     del jobs[slot]

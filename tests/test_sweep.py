@@ -557,6 +557,8 @@ def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another
 def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy):
     result = finish(toy_command("--", "--mode", "refuses"), toy, 2)
     assert "toy.py refuses its arguments: --env-id toy: unknown" in result.stderr and "Traceback" not in result.stderr
+    finish(toy_command("--num-trials", 2, "--", "--mode", "good"), toy)  # nothing had worked, so this is no other study
+    assert [trial.state for trial in load(toy).trials].count(TrialState.COMPLETE) == 2
 
 
 @pytest.mark.parametrize(
