@@ -620,13 +620,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
         observations, actions, logprobs, values = (share(torch.stack([torch.cat(step) for step in item]), 1) for item in per_item)
         h, c = (torch.cat(groups) for groups in zip(*start))
         rewards, dones, valid = (share(torch.cat(groups).t(), dim=1) for groups in flags)
-        return (observations[:T], h, c, dones[:T], actions[:T], logprobs[:T]), (
-            values,
-            rewards,
-            dones,
-            valid,
-            share(torch.ones_like(rewards), dim=1),
-        )
+        ratio = share(torch.ones_like(rewards), dim=1)
+        return (observations[:T], h, c, dones[:T], actions[:T], logprobs[:T]), (values, rewards, dones, valid, ratio)
 
     @graph
     @torch.no_grad()
@@ -738,9 +733,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
                     losses = update(batch, values, ratio, minibatch)
                     if args.target_kl is not None and losses[4] > args.target_kl:
                         break
-                losses = dict(
-                    zip(LOSSES, (statistics.cpu() / updates).tolist())
-                )  # the one read of the update: waits for the devices
+                means = statistics.cpu() / updates  # the one read of the update: waits for the devices
+                losses = dict(zip(LOSSES, means.tolist()))
 
             del batch, targets, values, ratio, minibatch, steps  # else they take memory beside the next segment
             iteration, step = iteration + 1, step + N * hosts * T
@@ -866,11 +860,8 @@ def share_of_host(args: Args, hosts: int) -> Args:
 
 
 def check_devices(args: Args, num_agents: int):
-    local, devices, segments = (
-        xr.addressable_runtime_device_count(),
-        xr.global_runtime_device_count(),
-        min(args.minibatch_size, args.max_minibatch_size) // args.num_steps,
-    )
+    local, devices = xr.addressable_runtime_device_count(), xr.global_runtime_device_count()
+    segments = min(args.minibatch_size, args.max_minibatch_size) // args.num_steps
     if num_agents % local:
         raise UsageError(
             f"--num-envs {args.num_envs}: the {num_agents} agents that act at once do not split over this host's {local} devices"

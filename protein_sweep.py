@@ -685,7 +685,7 @@ def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathl
 
 def try_again(study: optuna.Study, trial: FrozenTrial):
     """Queues the hyperparameters of a trial that was interrupted, here or on a machine that has gone."""
-    study.enqueue_trial(trial.params, user_attrs={"again": trial.number})
+    study.enqueue_trial(trial.params)
 
 
 def forget_unborn(study: optuna.Study):

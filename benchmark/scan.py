@@ -3,7 +3,7 @@
     .venv-xla/bin/python benchmark/scan.py                    # a Markdown table; minutes, most of them compiling
     .venv-xla/bin/python benchmark/scan.py --steps 32 --precision float32
 
-Each row is a process of its own, on one thread's worth of XLA's CPU device. A step: the outputs, and the gradients of input and weights.
+Each row is a process of its own. A step: the outputs, and the gradients of input and weights.
 """
 
 import argparse

@@ -310,8 +310,6 @@ def time_suggestions(observations: int = 300, repeats: int = 3) -> dict[str, lis
     """Seconds of a suggestion on the wide problem after so many observations (5 points of each of 60 random trials), ours and PufferLib's."""
     problem, seconds = PROBLEMS["wide"], {"protein": [], "pufferlib": []}
     for method, times in seconds.items():
-        if method == "pufferlib" and not PEER.exists():
-            continue
         study, rng = (PufferLib if method == "pufferlib" else Optuna)(problem, method, 1), np.random.default_rng(0)
         for _ in range(observations // 5):
             params = problem.cube.decode(rng.random(problem.cube.dim))

@@ -67,6 +67,11 @@ def read_metrics(run: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def metrics(run: pathlib.Path) -> dict:
+    """What the run left at its end."""
+    return json.loads((run / "metrics.json").read_text())
+
+
 @pytest.fixture
 def trained(tmp_path):
     """The folder of a small finished Breakout run."""

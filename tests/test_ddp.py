@@ -15,7 +15,7 @@ import psutil
 import pytest
 import test_runs
 import torch
-from conftest import PYTHON, ROOT, SCRIPT, environment, newest_run, read_metrics, run_script, start_script
+from conftest import PYTHON, ROOT, SCRIPT, environment, metrics, newest_run, read_metrics, run_script, start_script
 from test_learning import CARTPOLE, final
 from test_runs import LONG, alive, equal, exit_reason, without_clock
 
@@ -38,10 +38,6 @@ def run_ranks(*arguments, **kwargs) -> subprocess.CompletedProcess:
 
 def succeed(*arguments, **kwargs) -> pathlib.Path:
     return test_runs.succeed(*arguments, **RANKS | kwargs)
-
-
-def metrics(run: pathlib.Path) -> dict:
-    return json.loads((run / "metrics.json").read_text())
 
 
 def state(run: pathlib.Path) -> dict:

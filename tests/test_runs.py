@@ -30,9 +30,9 @@ WORKERS = ["--vec-backend", "multiprocessing", "--num-workers", "2"]
 LONG = ["--total-timesteps", "100_000_000"]
 
 
-def succeed(*arguments, cwd, **kwargs) -> pathlib.Path:
+def succeed(*arguments, cwd, runner=run_script, **kwargs) -> pathlib.Path:
     """Runs the script, asserts success, returns the run's folder."""
-    result = run_script(*arguments, cwd=cwd, **kwargs)
+    result = runner(*arguments, cwd=cwd, **kwargs)
     assert result.returncode == 0, result.stderr
     return newest_run(cwd)
 

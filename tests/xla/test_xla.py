@@ -11,8 +11,9 @@ import subprocess
 
 import psutil
 import pytest
+import test_runs
 import torch
-from conftest import PYTHON, ROOT, SCRIPT, SMALL, environment, newest_run, read_metrics, run_script, start_script
+from conftest import PYTHON, ROOT, SCRIPT, SMALL, environment, metrics, read_metrics, run_script, start_script
 from test_algorithm import loop_over_cells, recurrence, trajectory
 from test_runs import equal, started, wait_for
 
@@ -38,14 +39,8 @@ def run_with_float32_muon(*arguments, cwd, devices: int = 1) -> subprocess.Compl
     return run_script(XLA, *ON_CPU, *arguments, cwd=cwd, launcher=launcher(devices), small=False, script=FLOAT32_MUON)
 
 
-def succeed(*arguments, cwd, runner=run_xla, **kwargs) -> pathlib.Path:
-    result = runner(*arguments, cwd=cwd, **kwargs)
-    assert result.returncode == 0, result.stderr
-    return newest_run(cwd)
-
-
-def metrics(run: pathlib.Path) -> dict:
-    return json.loads((run / "metrics.json").read_text())
+def succeed(*arguments, runner=run_xla, **kwargs) -> pathlib.Path:
+    return test_runs.succeed(*arguments, runner=runner, **kwargs)
 
 
 def models(run: pathlib.Path) -> list[dict]:
