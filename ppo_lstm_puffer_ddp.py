@@ -96,25 +96,25 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 30_000_000
+    total_timesteps: int = 28_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.03
+    learning_rate: float = 0.02
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
     optimizer: Literal["muon", "adam"] = "muon"
     """Muon for matrices with Adam for the rest, or Adam for all"""
-    momentum: float = 0.95
+    momentum: float = 0.85
     """Muon's momentum, Adam's beta1 where Adam trains all"""
     anneal_lr: Literal["linear", "cosine", "none"] = "linear"
     """schedule of the learning rate, down to zero at --total-timesteps"""
     num_steps: int = 32
     """segment length T: steps per agent between two updates, and the span of backpropagation through time"""
-    gamma: float = 0.995
+    gamma: float = 0.98
     """discount factor"""
-    gae_lambda: float = 0.9
+    gae_lambda: float = 0.95
     """lambda of the advantage estimate"""
-    minibatch_size: int = 4096
+    minibatch_size: int = 2048
     """steps per gradient update: minibatch_size / num_steps whole segments"""
     max_minibatch_size: int = 32768
     """above this many steps a minibatch is split, and gradients are accumulated"""
@@ -122,15 +122,15 @@ class Args:
     """gradient updates per segment batch, in passes over it (0.5: half as many minibatches)"""
     norm_adv: bool = True
     """normalize advantages over each minibatch"""
-    clip_coef: float = 0.2
+    clip_coef: float = 0.3
     """PPO's clip range of the ratio"""
     clip_vloss: bool = True
     """clip the value loss"""
     vf_clip_coef: float = 0.2
     """clip range of the value"""
-    vf_coef: float = 2.0
+    vf_coef: float = 3.5
     """weight of the value loss"""
-    ent_coef: float = 0.002
+    ent_coef: float = 0.0001
     """weight of the entropy bonus"""
     max_grad_norm: float = 1.5
     """clip the gradient's global norm to this"""
@@ -140,7 +140,7 @@ class Args:
     """V-trace's clip of the ratio in the temporal difference"""
     vtrace_c_clip: float = 1.0
     """V-trace's clip of the ratio in the trace"""
-    prio_alpha: float = 0.8
+    prio_alpha: float = 0.9
     """exponent of the segment priorities; 0 samples uniformly"""
     prio_beta0: float = 0.2
     """first exponent of the importance weights, annealed to 1"""

@@ -120,11 +120,12 @@ def group_by(cells: list[dict], *keys: str) -> dict:
 
 
 def ceiling_share(cell: dict, cells: list[dict]) -> float | None:
-    """Percent of the bfloat16 ceiling, at as many threads as it ran on, that a run of ours reaches; the median of the ceilings."""
+    """Percent of the bfloat16 ceiling, at as many threads as all its ranks have, that a run of ours reaches; the median of the ceilings."""
     if cell["program"] != "ours" or cell["env_id"] not in SHAPES or not cell["sps_steady"]:
         return None
-    threads = cell["environment"].get("OMP_NUM_THREADS", str(len(cell["cores"])))
-    key = "cuda" if cell["arguments"]["device"] == "cuda" else threads
+    threads = int(cell["environment"].get("OMP_NUM_THREADS", len(cell["cores"])))
+    ranks = cell.get("ranks", {}).get("world_size", 1)
+    key = "cuda" if cell["arguments"]["device"] == "cuda" else str(threads * ranks)
     ceilings = [one["ceiling"][key]["bfloat16"] for one in cells if key in one.get("ceiling", {})]
     flops = cell["sps_steady"] * flops_per_step(cell["arguments"], cell["env_id"])
     return 100 * flops / (float(np.median(ceilings)) * 1e9) if ceilings else None
@@ -158,7 +159,8 @@ def targets(cells: list[dict]) -> str:
         rows.append([what, target, measured, "**met**" if met else "not met"])
 
     runs = group_by([cell for cell in kinds["learning"] if cell["env_id"] == "breakout"], "name")
-    for name, who in (("ours", ""), ("two_ranks", ", two ranks")):
+    for name in dict.fromkeys(cell["name"] for cell in kinds["speed"] + kinds["learning"] if cell["program"] == "ours"):
+        who = "" if name == "ours" else f" ({NAMES.get(name, name)})"
         for peer, least in (("pufferl", 2.5), ("sb3", 20)):
             if paired := ratios(kinds["speed"], name, peer):
                 measured = f"{spread(paired, ' times')}, 95 % interval {interval(np.median, paired)}"
@@ -171,8 +173,8 @@ def targets(cells: list[dict]) -> str:
             add(f"seconds to a mean score of 380 against PuffeRL's{who}", "at most one fifth", measured, share <= 0.2)
         if solved := [time_to_score(cell, 850)[0] for cell in runs[name]]:
             add(f"Breakout solved (mean score 850), every seed{who}", "under 240 s", spread(solved, " s"), max(solved) < 240)
-    if shares := [share for cell in kinds["speed"] if cell["name"] == "ours" and (share := ceiling_share(cell, cells))]:
-        add("share of the bfloat16 matrix-product ceiling", "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
+        if shares := [share for cell in kinds["speed"] if cell["name"] == name and (share := ceiling_share(cell, cells))]:
+            add(f"share of the bfloat16 matrix-product ceiling{who}", "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
     warm = [cell["seconds_to_first_update"] for cell in kinds["startup"] if cell["name"] == "ours" and not cell["cold"]]
     if warm:
         add("time to the first update, second start", "under 8 s", spread(warm, " s"), np.median(warm) < 8)
