@@ -86,9 +86,9 @@ class Args:
     """clip rewards to [-1, 1] for learning (reported returns are never clipped)"""
 
     # Algorithm
-    total_timesteps: int = 28_000_000
+    total_timesteps: int = 20_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.02
+    learning_rate: float = 0.015
     """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
@@ -104,7 +104,7 @@ class Args:
     """discount factor"""
     gae_lambda: float = 0.95
     """lambda of the advantage estimate"""
-    minibatch_size: int = 2048
+    minibatch_size: int = 1024
     """steps per gradient update: minibatch_size / num_steps whole segments"""
     max_minibatch_size: int = 32768
     """above this many steps a minibatch is split, and gradients are accumulated"""

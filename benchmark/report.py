@@ -174,7 +174,9 @@ def targets(cells: list[dict]) -> str:
         if solved := [time_to_score(cell, 850)[0] for cell in runs[name]]:
             add(f"Breakout solved (mean score 850), every seed{who}", "under 240 s", spread(solved, " s"), max(solved) < 240)
         if shares := [share for cell in kinds["speed"] if cell["name"] == name and (share := ceiling_share(cell, cells))]:
-            add(f"share of the bfloat16 matrix-product ceiling{who}", "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
+            add(
+                f"share of the bfloat16 matrix-product ceiling{who}", "at least 50 %", spread(shares, " %"), np.median(shares) >= 50
+            )
     warm = [cell["seconds_to_first_update"] for cell in kinds["startup"] if cell["name"] == "ours" and not cell["cold"]]
     if warm:
         add("time to the first update, second start", "under 8 s", spread(warm, " s"), np.median(warm) < 8)
