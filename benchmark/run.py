@@ -7,7 +7,7 @@
 A plan is a YAML list of groups:
 
     - name: speed
-      kind: speed              # what the report makes of it: speed, learning, ranks, scaling, startup or ceiling
+      kind: speed              # what the report makes of it: speed, learning, ranks, scaling, startup, ceiling, or (warm_up) nothing
       programs:                # name: what it is (ours, pufferl, sb3, sample_factory, ceiling), and what is special about it
         ours: {program: ours}
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
@@ -49,7 +49,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
     peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")
 }
-KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling")
+KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
 GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold", "timeout", "x_label"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher"}
 SAME = ("command", "environment", "cores", "cold")  # a stored cell that agrees in these is the same measurement
