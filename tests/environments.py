@@ -164,5 +164,38 @@ class NaNReward(gym.Env):
         return np.full(2, self.t / 10, np.float32), reward, self.t == 10, False, {}
 
 
-for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward):
+class FarReward(gym.Env):
+    """The first observation shows a cue, and the first action, `delay` steps before the only reward, decides it: 1 if it names the cue.
+
+    Observation (4): the cue and the action taken, both one-hot, until `shown` steps after that action; then zeros, with no clock.
+    Later actions do nothing. 0.5 is chance, 1 perfect. With `shown` = delay the present observation tells all (only credit has to
+    travel); with 1 the value must remember the choice too; with 0 nothing but the reward ever tells what was chosen.
+    """
+
+    def __init__(self, delay: int = 128, shown: int = 1):
+        self.delay, self.shown = delay, shown
+        self.observation_space, self.action_space = Box(0, 1, (4,), np.float32), Discrete(2)
+
+    def observe(self):
+        observation = np.zeros(4, np.float32)
+        if self.t <= self.shown:
+            observation[self.cue] = 1
+            if self.t > 0:
+                observation[2 + self.choice] = 1
+        return observation
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.cue = 0, int(self.np_random.integers(2))
+        return self.observe(), {}
+
+    def step(self, action):
+        if self.t == 0:
+            self.choice = int(action)
+        over = self.t == self.delay
+        self.t += 1
+        return self.observe(), float(over and self.choice == self.cue), over, False, {}
+
+
+for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward, FarReward):
     gym.register(f"{environment.__name__}-v0", entry_point=environment)

@@ -6,7 +6,10 @@ from conftest import newest_run, read_metrics, run_script
 
 import ppo_lstm_puffer as ppo
 
-TRAIN = ["--no-compile", "--hidden-size", "32", "--precision", "float32", "--log-interval", "20"]
+TRAIN = [
+    "--no-compile", "--hidden-size", "32", "--precision", "float32", "--log-interval", "20", "--momentum", "0.95",
+    "--gae-lambda", "0.9", "--clip-coef", "0.2",
+]  # fmt: skip
 CARTPOLE = [
     *TRAIN, "--env-id", "cartpole", "--num-envs", "64", "--num-steps", "16", "--minibatch-size", "512", "--update-epochs", "2",
     "--total-timesteps", "400000", "--gamma", "0.95", "--learning-rate", "0.01", "--vf-clip-coef", "10", "--vf-coef", "0.5",
@@ -15,7 +18,16 @@ CARTPOLE = [
 CUE_RECALL = [
     *TRAIN, "--env-id", "environments:CueRecall-v0", "--num-envs", "32", "--num-steps", "18", "--minibatch-size", "288",
     "--update-epochs", "2", "--total-timesteps", "80000", "--gamma", "0.95", "--learning-rate", "0.02", "--ent-coef", "0.01",
-    "--prio-alpha", "0",
+    "--vf-coef", "2", "--prio-alpha", "0",
+]  # fmt: skip
+
+# The first action decides the reward 128 steps later; segments of 64, so the credit goes through two values that were bootstrapped.
+FAR_REWARD = [
+    *TRAIN, "--env-id", "environments:FarReward-v0", "--env.shown", "128", "--num-envs", "64", "--num-steps", "64",
+    "--minibatch-size", "1024", "--update-epochs", "2", "--total-timesteps", "250000", "--gamma", "0.999", "--gae-lambda", "0.95",
+    "--optimizer", "muon", "--learning-rate", "0.02", "--adam-learning-rate", "0.001", "--momentum", "0.95", "--anneal-lr", "linear",
+    "--clip-coef", "0.2", "--vf-clip-coef", "0.2", "--vf-coef", "2", "--ent-coef", "0.001", "--max-grad-norm", "1.5",
+    "--prio-alpha", "0", "--prio-beta0", "0.2", "--log-interval", "4",
 ]  # fmt: skip
 
 
@@ -48,6 +60,13 @@ def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_pat
     args, _ = ppo.parse_args([*CUE_RECALL, "--no-dashboard"])
     assert ppo.train(args) == 0
     assert final(newest_run(tmp_path), "episodic_return") <= 0.4
+
+
+def test_a_reward_128_steps_later_is_credited_with_segments_of_64(tmp_path):
+    # Half of the first actions are right by chance.
+    result = run_script(*FAR_REWARD, cwd=tmp_path, small=False)
+    assert result.returncode == 0, result.stderr
+    assert final(newest_run(tmp_path), "episodic_return") >= 0.95
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
