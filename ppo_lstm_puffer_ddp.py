@@ -1778,10 +1778,14 @@ def config_to_flags(config: Any, source: str, strict: bool) -> tuple[list[str], 
 
 
 def parse_value(flag: str, text: str) -> Any:
+    """A YAML value; 1e-3 is a number too, which YAML 1.1 writes 1.0e-3. Raises UsageError."""
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{flag} {text}: not a YAML value") from error
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def parse_args(argv: list[str]) -> tuple[Args, dict | None]:

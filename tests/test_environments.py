@@ -165,3 +165,9 @@ def test_even_workers_are_double_buffered(num_workers, groups):
     finally:
         envs.close()
     assert not any(process.is_alive() for process in envs.processes)
+
+
+def test_environment_arguments_are_read_as_people_write_them():
+    words = ["--env.rate", "1e-3", "--env.size", "3", "--env.name", "hard", "--env.walls", "false", "--env.sizes=[1, 2]"]
+    args, _ = ppo.parse_args(words)
+    assert args.env == {"rate": 1e-3, "size": 3, "name": "hard", "walls": False, "sizes": [1, 2]}
