@@ -1946,4 +1946,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush(), sys.stderr.flush()
+    # Not sys.exit: gloo's threads may still hold Python objects, and one that lets go of them in a dying interpreter aborts it.
+    os._exit(code) if WORLD_SIZE > 1 else sys.exit(code)
