@@ -5,7 +5,23 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 
-class CueRecall(gym.Env):
+class Episode(gym.Env):
+    """Counts its steps in t, from 0 at each reset, and shows what observe() says: zeros, unless a subclass says more."""
+
+    def begin(self):
+        """Draws what one episode is about."""
+
+    def observe(self):
+        return np.zeros(self.observation_space.shape, np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.begin()
+        return self.observe(), {}
+
+
+class CueRecall(Episode):
     """The first observation shows a cue, the next `delay` are blank, the last says go: reward 1 for the action that the cue named.
 
     Observation (cues + 1): the cue, one-hot, then the go flag. Without memory the best expected return is 1 / cues.
@@ -15,17 +31,15 @@ class CueRecall(gym.Env):
         self.cues, self.delay = cues, delay
         self.observation_space, self.action_space = Box(0, 1, (cues + 1,), np.float32), Discrete(cues)
 
+    def begin(self):
+        self.cue = int(self.np_random.integers(self.cues))
+
     def observe(self):
-        observation = np.zeros(self.cues + 1, np.float32)
+        observation = super().observe()
         if self.t == 0:
             observation[self.cue] = 1
         observation[-1] = self.t == self.delay + 1
         return observation
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t, self.cue = 0, int(self.np_random.integers(self.cues))
-        return self.observe(), {}
 
     def step(self, action):
         go = self.t == self.delay + 1
@@ -34,7 +48,7 @@ class CueRecall(gym.Env):
         return self.observe(), reward, go, False, {}
 
 
-class Continuous(gym.Env):
+class Continuous(Episode):
     """Move to the target: reward -|action - target|^2, a new target every step, four steps. The best return is 0."""
 
     def __init__(self, length: int = 4):
@@ -45,18 +59,13 @@ class Continuous(gym.Env):
         self.target = self.np_random.uniform(-0.8, 0.8, 2).astype(np.float32)
         return self.target.copy()
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.observe(), {}
-
     def step(self, action):
         reward = -float(((np.asarray(action) - self.target) ** 2).sum())
         self.t += 1
         return self.observe(), reward, self.t == self.length, False, {}
 
 
-class DictObs(gym.Env):
+class DictObs(Episode):
     """A Dict observation of three dtypes. Reward 1 for the action that `colour` names; six steps."""
 
     def __init__(self, length: int = 6):
@@ -71,18 +80,13 @@ class DictObs(gym.Env):
         pixels = self.np_random.integers(256, size=5).astype(np.uint8)
         return {"colour": self.colour, "pixels": pixels, "position": self.np_random.normal(size=2).astype(np.float32)}
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.observe(), {}
-
     def step(self, action):
         reward = float(action == self.colour)
         self.t += 1
         return self.observe(), reward, self.t == self.length, False, {}
 
 
-class TwoDials(gym.Env):
+class TwoDials(Episode):
     """Two choices at once: half a point for each dial set as shown (one-hot, 3 + 2); four steps."""
 
     def __init__(self, length: int = 4):
@@ -93,18 +97,13 @@ class TwoDials(gym.Env):
         self.shown = self.np_random.integers([3, 2])
         return np.concatenate((np.eye(3)[self.shown[0]], np.eye(2)[self.shown[1]])).astype(np.float32)
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.observe(), {}
-
     def step(self, action):
         reward = float((np.asarray(action) == self.shown).mean())
         self.t += 1
         return self.observe(), reward, self.t == self.length, False, {}
 
 
-class Image(gym.Env):
+class Image(Episode):
     """An image, 84 x 84 x 3 bytes, bright on the left or on the right. Reward 1 for naming the side; five steps."""
 
     def __init__(self, length: int = 5):
@@ -117,28 +116,18 @@ class Image(gym.Env):
         image[:, 42 * self.side : 42 * (self.side + 1)] = 255
         return image
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.observe(), {}
-
     def step(self, action):
         reward = float(action == self.side)
         self.t += 1
         return self.observe(), reward, self.t == self.length, False, {}
 
 
-class Truncating(gym.Env):
+class Truncating(Episode):
     """Reward 1 per step, cut off after `length` steps (`terminate`: terminated instead). The observation is the step's number."""
 
     def __init__(self, length: int = 3, terminate: bool = False):
         self.length, self.terminate = length, terminate
         self.observation_space, self.action_space = Box(0, np.inf, (1,), np.float32), Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(1, np.float32), {}
 
     def step(self, action):
         self.t += 1
@@ -146,17 +135,12 @@ class Truncating(gym.Env):
         return np.full(1, self.t, np.float32), 1.0, over and self.terminate, over and not self.terminate, {}
 
 
-class NaNReward(gym.Env):
+class NaNReward(Episode):
     """The reward is 0 for `healthy` steps over all episodes, then NaN. Episodes are ten steps long."""
 
     def __init__(self, healthy: int = 50):
         self.healthy, self.steps = healthy, 0
         self.observation_space, self.action_space = Box(-1, 1, (2,), np.float32), Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(2, np.float32), {}
 
     def step(self, action):
         self.t, self.steps = self.t + 1, self.steps + 1
@@ -164,7 +148,7 @@ class NaNReward(gym.Env):
         return np.full(2, self.t / 10, np.float32), reward, self.t == 10, False, {}
 
 
-class FarReward(gym.Env):
+class FarReward(Episode):
     """The first observation shows a cue, and the first action, `delay` steps before the only reward, decides it: 1 if it names the cue.
 
     Observation (4): the cue and the action taken, both one-hot, until `shown` steps after that action; then zeros, with no clock.
@@ -176,18 +160,16 @@ class FarReward(gym.Env):
         self.delay, self.shown = delay, shown
         self.observation_space, self.action_space = Box(0, 1, (4,), np.float32), Discrete(2)
 
+    def begin(self):
+        self.cue = int(self.np_random.integers(2))
+
     def observe(self):
-        observation = np.zeros(4, np.float32)
+        observation = super().observe()
         if self.t <= self.shown:
             observation[self.cue] = 1
             if self.t > 0:
                 observation[2 + self.choice] = 1
         return observation
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t, self.cue = 0, int(self.np_random.integers(2))
-        return self.observe(), {}
 
     def step(self, action):
         if self.t == 0:

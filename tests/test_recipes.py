@@ -14,6 +14,7 @@ import pettingzoo
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, SMALL, newest_run, read_metrics
+from environments import Episode
 from gymnasium.spaces import Box, Discrete
 from torch import nn
 
@@ -30,17 +31,12 @@ LEARN = [
 # Environments, small enough to be learned in a second --------------------------------------------------------------------
 
 
-class Repeat(gym.Env):
+class Repeat(Episode):
     """Take action 1 `length` times: return 1. Another action ends the episode with 0. The observation is the share done."""
 
     def __init__(self, length: int = 1):
         self.length = length
         self.observation_space, self.action_space = Box(0, 1, (1,), np.float32), Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(1, np.float32), {}
 
     def step(self, action):
         self.t += 1
@@ -48,34 +44,27 @@ class Repeat(gym.Env):
         return np.full(1, self.t / self.length, np.float32), float(won), bool(won or action != 1), False, {}
 
 
-class Name(gym.Env):
+class Name(Episode):
     """Reward 1 for taking action `right`, four times. The observation says nothing, in `width` zeros."""
 
     def __init__(self, right: int = 0, width: int = 2, actions: int = 2):
         self.right = right
         self.observation_space, self.action_space = Box(-1, 1, (width,), np.float32), Discrete(actions)
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(self.observation_space.shape, np.float32), {}
-
     def step(self, action):
         assert action in self.action_space
         self.t += 1
-        return np.zeros(self.observation_space.shape, np.float32), float(action == self.right), self.t == 4, False, {}
+        return self.observe(), float(action == self.right), self.t == 4, False, {}
 
 
-class Corridor(gym.Env):
+class Corridor(Episode):
     """Start in the middle; reward 1 for leaving, 8 steps to the right or 8 to the left, within 40. Observation: place / 8, reported as env/place."""
 
     def __init__(self):
         self.observation_space, self.action_space = Box(-1, 1, (1,), np.float32), Discrete(2)
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = self.place = 0
-        return np.zeros(1, np.float32), {}
+    def begin(self):
+        self.place = 0
 
     def step(self, action):
         self.t, self.place = self.t + 1, self.place + (1 if action else -1)
@@ -83,7 +72,7 @@ class Corridor(gym.Env):
         return np.full(1, self.place / 8, np.float32), float(left), left, self.t == 40, {"place": self.place} if left else {}
 
 
-class Units(gym.Env):
+class Units(Episode):
     """Observations around 50 and -3 with deviations 10 and 0.5; the first, if above 50, asks for action 1. Rewards are 0 or `unit`."""
 
     def __init__(self, unit: float = 1.0):
@@ -94,18 +83,13 @@ class Units(gym.Env):
         self.shown = self.np_random.normal((50, -3), (10, 0.5)).astype(np.float32)
         return self.shown
 
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.observe(), {}
-
     def step(self, action):
         reward = self.unit * float(action == (self.shown[0] > 50))
         self.t += 1
         return self.observe(), reward, self.t == 8, False, {}
 
 
-class Tile(gym.Env):
+class Tile(Episode):
     """A 3 x 3 grid, empty but for a tile of 0 to 7 in the middle. Reward 1 for action 1 where it is odd, else for action 0; four steps."""
 
     def __init__(self):
@@ -115,11 +99,6 @@ class Tile(gym.Env):
         self.grid = np.zeros((3, 3), np.int8)
         self.grid[1, 1] = self.np_random.integers(8)
         return self.grid
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.observe(), {}
 
     def step(self, action):
         reward = float(action == self.grid[1, 1] % 2)
@@ -220,6 +199,24 @@ def train(tmp_path, monkeypatch):
     return train
 
 
+@pytest.fixture
+def record(monkeypatch):
+    """The function of that name works as before, and of each call `note(result, *arguments)` is added to the list that this returns."""
+
+    def record(owner, name, note) -> list:
+        notes, original = [], getattr(owner, name)
+
+        def recorded(*arguments):
+            result = original(*arguments)
+            notes.append(note(result, *arguments))
+            return result
+
+        monkeypatch.setattr(owner, name, recorded)
+        return notes
+
+    return record
+
+
 def last_checkpoint() -> dict[str, torch.Tensor]:
     """The newest model in the working folder."""
     return torch.load(max(newest_run(".").glob("model_*.pt")), weights_only=True)
@@ -237,19 +234,14 @@ def test_a_recipe_gives_three_lines_of_why_and_then_the_diff(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ratio_is_one_before_a_segments_first_update(name, fork, train, monkeypatch):
+def test_ratio_is_one_before_a_segments_first_update(name, fork, train, record):
     # Eight segments, with episode ends inside them and states carried from one to the next.
-    module, ratios = fork(name), []
+    def ratio(result, *arguments):
+        _, logratio, *_ = result
+        return logratio[arguments[-2] > 0].exp()  # where the weight says that the step is trained on
 
-    def recorded(*arguments):
-        loss, logratio, *rest = minibatch_loss(*arguments)
-        counted = arguments[-2] > 0  # the weight: steps that are trained on
-        ratios.append(logratio[counted].exp())
-        return loss, logratio, *rest
-
-    minibatch_loss = module.minibatch_loss
-    monkeypatch.setattr(module, "minibatch_loss", recorded)
-    rows = train(module, *FIRST_UPDATES, *RUNS[name])
+    ratios = record(fork(name), "minibatch_loss", ratio)
+    rows = train(fork(name), *FIRST_UPDATES, *RUNS[name])
     assert len(rows) == len(ratios) == 8
     assert any("episodic_return" in row for row in rows)
     for ratio in ratios:
@@ -313,17 +305,10 @@ def test_curriculum_stays_where_success_fails(fork, train):
     assert {row["env/level"] for row in rows} == {0}
 
 
-def test_curriculum_waits_for_episodes_of_the_new_level_which_begins_with_the_segment(fork, train, monkeypatch):
+def test_curriculum_waits_for_episodes_of_the_new_level_which_begins_with_the_segment(fork, train, record):
     # Episodes of 20 steps and more in segments of 16: some log lines have none.
-    module, beginnings = fork("curriculum"), []
-
-    def recorded(values, rewards, dones, *arguments):
-        beginnings.append(bool(dones[0].all()))
-        return draw_minibatch(values, rewards, dones, *arguments)
-
-    draw_minibatch = module.draw_minibatch
-    monkeypatch.setattr(module, "draw_minibatch", recorded)
-    rows = train(module, "--env-id", "environments:Truncating-v0", "--curriculum", "length=20,24,28", *FIRST_UPDATES)
+    beginnings = record(fork("curriculum"), "draw_minibatch", lambda result, values, rewards, dones, *_: bool(dones[0].all()))
+    rows = train(fork("curriculum"), "--env-id", "environments:Truncating-v0", "--curriculum", "length=20,24,28", *FIRST_UPDATES)
     successes = ["episodic_return" in row for row in rows]
     assert successes == [False, True] * 2 + [False, True, False, True]
     assert [row["env/level"] for row in rows] == [0, 0, 1, 1, 2, 2, 2, 2]
@@ -394,16 +379,10 @@ def test_shaped_rewards_change_behaviour(fork, train):
         assert final(rows, "episodic_return") >= 0.9
 
 
-def test_stages_switch_where_they_should(fork, train, monkeypatch):
+def test_stages_switch_where_they_should(fork, train, record):
     # Segments of 256 steps: the one from 512 on is the first that begins at or after 500.
-    module, entropies = fork("stages"), []
-
-    def recorded(*arguments):
-        entropies.append(arguments[-1].ent_coef)
-        return ppo_loss(*arguments)
-
-    ppo_loss = module.ppo_loss
-    monkeypatch.setattr(module, "ppo_loss", recorded)
+    module = fork("stages")
+    entropies = record(module, "ppo_loss", lambda result, *arguments: arguments[-1].ent_coef)
     stages = "{1024: {adam_learning_rate: 0, learning_rate: 0}, 500: {ent_coef: 0.5, learning_rate: 0.25}}"
     flags = ["--learning-rate", 0.125, "--ent-coef", 0.25, "--anneal-lr", "none", "--total-timesteps", 1280]
     rows = train(module, "--env-id", "cartpole", "--optimizer", "muon", *FIRST_UPDATES, *flags, "--stages", stages)
@@ -441,16 +420,9 @@ def test_running_statistics_are_those_of_all_rows(fork):
     torch.testing.assert_close(statistics.var, rows.var(0, unbiased=False))
 
 
-def test_normalized_observations_have_mean_zero_and_deviation_one(fork, train, monkeypatch):
-    module, encoded = fork("normalize"), []
-
-    def recorded(agent, observations):
-        encoded.append(normalize(agent, observations))
-        return encoded[-1]
-
-    normalize = module.Agent.normalize
-    monkeypatch.setattr(module.Agent, "normalize", recorded)
-    train(module, *FIRST_UPDATES, *RUNS["normalize"])
+def test_normalized_observations_have_mean_zero_and_deviation_one(fork, train, record):
+    encoded = record(fork("normalize").Agent, "normalize", lambda result, *_: result)
+    train(fork("normalize"), *FIRST_UPDATES, *RUNS["normalize"])
     last = encoded[-1]  # what the last update trained on
     assert last.shape == (256, 2)
     torch.testing.assert_close(last.mean(0), torch.zeros(2), rtol=0, atol=0.3)
@@ -466,15 +438,9 @@ def test_normalized_rewards_make_the_unit_of_reward_irrelevant(fork, train):
     assert losses(fork(), 1000)[-1] > 1000 * losses(fork(), 1)[-1]
 
 
-def test_normalized_rewards_give_returns_a_deviation_of_one(fork, train, monkeypatch):
-    module, seen = fork("normalize"), []
-
-    def recorded(values, rewards, dones, *arguments):
-        seen.append((rewards.clone(), dones.clone()))
-        return draw_minibatch(values, rewards, dones, *arguments)
-
-    draw_minibatch = module.draw_minibatch
-    monkeypatch.setattr(module, "draw_minibatch", recorded)
+def test_normalized_rewards_give_returns_a_deviation_of_one(fork, train, record):
+    module = fork("normalize")
+    seen = record(module, "draw_minibatch", lambda result, values, rewards, dones, *_: (rewards.clone(), dones.clone()))
     train(module, *FIRST_UPDATES, *RUNS["normalize"], "--env.unit", 1000, "--gamma", 1)
     returns, total = [], torch.zeros(16)
     for rewards, dones in seen[-4:]:
@@ -574,20 +540,10 @@ def test_self_play_renews_the_opponent_every_interval_and_keeps_it_in_the_checkp
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(learners))
 
 
-def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_on_it(fork, train, monkeypatch):
-    module, players, seen = fork("self_play"), [], []
-
-    def act(player, observations, *arguments):
-        players.append((player, len(observations)))
-        return original_act(player, observations, *arguments)
-
-    def draw_minibatch(values, rewards, dones, valid, *arguments):
-        seen.append(valid[:-1].clone())
-        return original_draw(values, rewards, dones, valid, *arguments)
-
-    original_act, original_draw = module.act, module.draw_minibatch
-    monkeypatch.setattr(module, "act", act)
-    monkeypatch.setattr(module, "draw_minibatch", draw_minibatch)
+def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_on_it(fork, train, record):
+    module = fork("self_play")
+    players = record(module, "act", lambda result, player, observations, *_: (player, len(observations)))
+    seen = record(module, "draw_minibatch", lambda result, values, rewards, dones, valid, *_: valid[:-1].clone())
     train(module, *RUNS["self_play"], "--total-timesteps", 512)
     learner, opponent = players[0][0], players[1][0]
     assert players == [(learner, 8), (opponent, 8)] * (len(players) // 2)
