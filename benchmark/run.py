@@ -11,6 +11,7 @@ A plan is a YAML list of groups:
       programs:                # name: what it is (ours, pufferl, sb3, sample_factory, ceiling), and what is special about it
         ours: {program: ours}
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
+        preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"]}     # {env} is the environment
         two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run, --nproc-per-node, 2]}
       envs: [breakout]
       seeds: [1, 2, 3]
@@ -98,7 +99,7 @@ def command(program: dict, env_id: str, seed: int, steps: int | None, duration: 
     flags = ("--total-timesteps", "--time-limit", "--output-dir") if kind == "ours" else ("--steps", "--seconds", "--folder")
     for flag, value in zip(flags, (steps, duration, "DIR")):
         words += [flag, value] if value is not None else []
-    return [str(word) for word in (*words, *program.get("args", []))]
+    return [str(word).replace("{env}", env_id) for word in (*words, *program.get("args", []))]
 
 
 def interpreter(word: str) -> str:
@@ -222,6 +223,12 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
             log.seek(0)
             result |= {"status": "failed", "error": error, "output_tail": log.read()[-2000:]}
         result = (metrics or {}) | result | from_lines(read_lines(folder)) | repository()
+        if result["status"] == "ok" and cell["kind"] in ("speed", "ranks", "scaling") and not result["sps_steady"]:
+            result |= {
+                "status": "failed",
+                "error": "it ended before there was a steady speed; was it still compiling?",
+                "output_tail": "",
+            }
         result["hardware"] = result.get("hardware", {}) | hardware()
         # No paths of this machine: the repository's become relative, of any other only the last part is kept.
         text = json.dumps(result).replace(folder, "DIR").replace(f"{ROOT}/", "")
