@@ -15,7 +15,7 @@ VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
 TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
 
-.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla evaluate benchmark benchmark-quick benchmark-peers report lint clean
+.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla evaluate benchmark benchmark-quick benchmark-peers report video lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -58,19 +58,19 @@ define install_rest
 endef
 
 train: setup  ## train Breakout with the defaults
-	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
+	$(PY) ppo_lstm_puffer.py $(ARGS)
 
 train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py --env-id breakout $(ARGS)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py $(ARGS)
 
 train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or without one on XLA's CPU device
-	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --env-id breakout --device $(if $(TPU),tpu,cpu) $(ARGS)
+	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --device $(if $(TPU),tpu,cpu) $(ARGS)
 
 sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-trials 60 --max-cost-seconds 60 --workers 2"
 	$(PY) protein_sweep.py $(ARGS)
 
 evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
-	$(PY) ppo_lstm_puffer.py --env-id breakout $(ARGS)
+	$(PY) ppo_lstm_puffer.py $(ARGS)
 
 test: setup  ## run the tests (under 8 minutes on two cores)
 	$(PY) -m pytest $(ARGS)
@@ -96,6 +96,9 @@ benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for e
 
 report: setup  ## make the report of benchmark/reports/cpu-2core again from its stored JSON
 	$(PY) benchmark/report.py benchmark/reports/cpu-2core
+
+video: setup  ## draw the newest Breakout run playing, in benchmark/reports/pictures/breakout.gif; or: make video ARGS="runs/RUN --out game.gif"
+	$(PY) benchmark/video.py $(ARGS)
 
 lint: setup  ## ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .

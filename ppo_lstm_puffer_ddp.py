@@ -37,6 +37,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it: no traceback
+
 import fsspec
 import numpy as np
 import numpy.lib.recfunctions
@@ -1781,7 +1784,7 @@ def parse_value(flag: str, text: str) -> Any:
     """A YAML value; 1e-3 is a number too, which YAML 1.1 writes 1.0e-3. Raises UsageError."""
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError, !!bool x a KeyError
         raise UsageError(f"{flag} {text}: not a YAML value") from error
     with contextlib.suppress(ValueError):
         return float(value) if isinstance(value, str) else value
@@ -1805,16 +1808,17 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
             given[name[2:].replace("-", "_")] = value if equals else (rest[0] if rest else "")
     base, base_env, resumed = [], {}, None
     if config := given.get("config"):
+        text = read_bytes(config, "--config")
         try:
-            loaded = yaml.safe_load(read_bytes(config, "--config"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            loaded = yaml.safe_load(text)
+        except Exception as error:  # not only YAMLError, see `parse_value`
             raise UsageError(f"--config {config}: not YAML ({' '.join(str(error).split())[:120]})") from error
         base, base_env = config_to_flags(loaded, f"--config {config}", strict=True)
     elif resume := given.get("resume"):
         resumed = load_checkpoint(find_run(resume, given.get("output_dir", Args.output_dir), "--resume"), "--resume")
         base, base_env = config_to_flags(resumed["config"], f"--resume {resume}", strict=False)
     elif path := given.get("evaluate"):
-        with contextlib.suppress(UsageError, yaml.YAMLError):
+        with contextlib.suppress(Exception):  # a lone file has no configuration beside it
             folder = find_run(path, given.get("output_dir", Args.output_dir), "--evaluate")
             base, base_env = config_to_flags(
                 yaml.safe_load(read_bytes(f"{folder}/config.yaml", "--config")), f"{folder}/config.yaml", strict=False
@@ -1833,6 +1837,9 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
         raise UsageError(f"{text} (see --help)") from error
     args.env = base_env | {key: parse_value(f"--env.{key}", value) for key, value in args.env.items()} | env
     check_args(args)
+    preset = os.path.join(os.path.dirname(os.path.abspath(__file__)), "benchmark", "configs", f"{args.env_id}.yaml")
+    if not base and not args.evaluate and args.env_id != Args.env_id and os.path.exists(preset):
+        print(f"hint: settings tuned for {args.env_id}: --config {os.path.relpath(preset)}", file=sys.stderr)
     return args, resumed
 
 
