@@ -12,6 +12,7 @@ import json
 import pathlib
 import shlex
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+import rliable.library
+import rliable.metrics
 import scipy.stats
 from run import as_curve, steady_speed
 
@@ -38,7 +41,7 @@ COLORS = {
     "sample_factory": "#CC79A7",
 }  # Okabe and Ito's
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
-SCORES = (100, 200, 380, 400, 850)
+SCORES = {"breakout": (100, 200, 380, 400, 850)}
 SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
 plt.rcParams |= {
     "axes.spines.top": False,
@@ -210,16 +213,76 @@ def speed_section(cells: list[dict]) -> str:
 
 def learning_section(cells: list[dict]) -> str:
     text = "A score is reached when the mean of three logged scores reaches it. Seconds count from the start of the process.\n"
-    for env_id, runs in group_by(cells, "env_id").items():
+    environments = group_by(cells, "env_id")
+    if len(environments) > 1 and "pufferl" in {cell["name"] for cell in cells}:
+        text += f"\n{against_pufferl(environments)}"
+    for env_id, runs in environments.items():
         names = group_by(runs, "name")
         rows = [["score at the end", *(spread(list(map(last_score, some))) for some in names.values())]]
-        for score in SCORES:
+        rows.append(["million steps", *(spread([cell["curve"]["step"][-1] / 1e6 for cell in some]) for some in names.values())])
+        for score in SCORES.get(env_id, ()):
             reached = [[time_to_score(cell, score) for cell in some] for some in names.values()]
             if not all(np.isinf(one).all() for one in reached):
                 rows.append([f"seconds to {score}", *(spread([seconds for seconds, _ in one]) for one in reached)])
                 rows.append([f"million steps to {score}", *(spread([steps / 1e6 for _, steps in one]) for one in reached)])
         text += f"\n{table([env_id, *(NAMES.get(name, name) for name in names)], rows)}"
     return text
+
+
+def against_pufferl(environments: dict[str, list[dict]]) -> str:
+    """Final scores on every environment, the time to PuffeRL's, and the interquartile mean over all of them."""
+    names = [name for name in dict.fromkeys(cell["name"] for runs in environments.values() for cell in runs) if name != "pufferl"]
+    rows, worse, quick = [], [], []
+    for env_id, runs in environments.items():
+        of = group_by(runs, "name")
+        finals = {name: list(map(last_score, some)) for name, some in of.items()}
+        theirs = float(np.median(finals["pufferl"]))
+        their_time = float(np.median([time_to_score(cell, last_score(cell))[0] for cell in of["pufferl"]]))
+        for name in names:
+            ours = float(np.median([time_to_score(cell, theirs)[0] for cell in of[name]]))
+            worse += [env_id] * (np.median(finals[name]) < theirs)
+            quick += [env_id] * (ours <= their_time / 3)
+            who = [env_id] if len(names) == 1 else [env_id, NAMES.get(name, name)]
+            scores = [f"{spread(finals[key])}, mean {interval(np.mean, finals[key])}" for key in (name, "pufferl")]
+            rows.append([*who, *scores, number(ours), number(their_time), number(ours / their_time)])
+    head = [
+        "environment",
+        *["" for _ in names[1:2]],
+        "ours",
+        "PuffeRL",
+        "seconds to PuffeRL's score: ours",
+        "PuffeRL",
+        "ours / PuffeRL",
+    ]
+    text = "Final scores: median (least to most, number of runs), and the 95 % bootstrap interval of the mean. The target: no environment worse, at least half reached in a third of the time.\n\n"
+    text += f"{table(head, rows)}\nWorse than PuffeRL: {', '.join(worse) or 'none'}. In a third of its time or less: {len(quick)} of {len(rows)} ({', '.join(quick) or 'none'}).\n\n"
+    scores = {name: normalized_scores(environments, name) for name in (*names, "pufferl")}
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # arch's, about the way in which rliable seeds it
+        points, intervals = rliable.library.get_interval_estimates(
+            scores, lambda x: np.array([rliable.metrics.aggregate_iqm(x)]), reps=5000, random_state=np.random.RandomState(0)
+        )
+    summary = [
+        [
+            NAMES.get(name, name),
+            f"{points[name][0]:.2f}",
+            f"{intervals[name][0, 0]:.2f} to {intervals[name][1, 0]:.2f}",
+            str(len(scores[name])),
+        ]
+        for name in scores
+    ]
+    text += "Over all environments: the interquartile mean of the normalized final scores, with a stratified bootstrap interval (rliable, Agarwal et al. 2021). 0 is the first score logged, before anything is learned, 1 the best final score of any run here.\n\n"
+    return text + table(["", "interquartile mean", "95 % interval", "runs per environment"], summary)
+
+
+def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndarray:
+    """(runs, environments): final scores, 0 for the mean first score of all runs, 1 for the best final score; as many runs as all have."""
+    columns = []
+    for runs in environments.values():
+        firsts = [next(score for score in cell["curve"]["score"] if score is not None) for cell in runs]
+        low, high = np.mean(firsts), max(map(last_score, runs))
+        columns.append([(last_score(cell) - low) / (high - low) for cell in runs if cell["name"] == name])
+    fewest = min(map(len, columns))
+    return np.array([column[:fewest] for column in columns]).T
 
 
 def ranks_section(cells: list[dict]) -> str:

@@ -11,7 +11,7 @@ A plan is a YAML list of groups:
       programs:                # name: what it is (ours, pufferl, sb3, sample_factory, ceiling), and what is special about it
         ours: {program: ours}
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
-        preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"]}     # {env} is the environment
+        preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"], seeds: [1]}   # {env} is the environment; seeds of its own
         two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run, --nproc-per-node, 2]}
       envs: [breakout]
       seeds: [1, 2, 3]
@@ -52,7 +52,7 @@ PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
 }
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
 GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold", "timeout", "x_label"}
-PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher"}
+PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
 SAME = ("command", "environment", "cores", "cold")  # a stored cell that agrees in these is the same measurement
 
 
@@ -70,22 +70,21 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
     if group["kind"] not in KINDS:
         raise ValueError(f"{group['name']}: kind {group['kind']}: must be one of {', '.join(KINDS)}")
     cells = []
-    for (name, program), env_id, seed in itertools.product(
-        group["programs"].items(), group.get("envs", ["breakout"]), group.get("seeds", [1])
-    ):
+    for (name, program), env_id in itertools.product(group["programs"].items(), group.get("envs", ["breakout"])):
         check_keys(f"{group['name']}, {name}", program, PROGRAM_KEYS)
         if program["program"] not in PROGRAMS:
             raise ValueError(f"{group['name']}, {name}: program {program['program']}: must be one of {', '.join(PROGRAMS)}")
         cell = {
-            "group": group["name"], "kind": group["kind"], "name": str(name), "program": program["program"], "env_id": env_id, "seed": seed,
-            "x": program.get("x"), "x_label": group.get("x_label"), "duration": group.get("duration"), "cold": group.get("cold", False),
-            "command": command(program, env_id, seed, group.get("steps"), group.get("duration")),
+            "group": group["name"], "kind": group["kind"], "name": str(name), "program": program["program"], "env_id": env_id, "x": program.get("x"), "x_label": group.get("x_label"), "duration": group.get("duration"), "cold": group.get("cold", False),
             "environment": {key: str(value) for key, value in program.get("env", {}).items()},
             "cores": program.get("cores", cores), "timeout": group.get("timeout", group.get("duration", 3000) + 600),
         }  # fmt: skip
         if not set(cell["cores"]) <= set(range(os.cpu_count())):
             raise ValueError(f"cores {cell['cores']}: this machine has {os.cpu_count()}")
-        cells.append(cell)
+        for seed in program.get("seeds", group.get("seeds", [1])):
+            cells.append(
+                cell | {"seed": seed, "command": command(program, env_id, seed, group.get("steps"), group.get("duration"))}
+            )
     return sorted(cells, key=lambda cell: cell["seed"]) if group.get("interleave") else cells
 
 
