@@ -94,8 +94,9 @@ benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for e
 .peers/%/.installed: benchmark/peers/%.txt benchmark/peers/install.sh install_pufferlib.sh
 	@PYTHON=$(PYTHON) TORCH=$(TORCH) bash benchmark/peers/install.sh $*
 
-report: setup  ## make the report of benchmark/reports/cpu-2core again from its stored JSON
-	$(PY) benchmark/report.py benchmark/reports/cpu-2core
+report: setup  ## make the reports in benchmark/reports again from their stored JSON
+	for folder in benchmark/reports/*/cells; do $(PY) benchmark/report.py $$(dirname $$folder) || exit 1; done
+	$(PY) benchmark/sweep.py --report-only
 
 video: setup  ## draw the newest Breakout run playing, in benchmark/reports/pictures/breakout.gif; or: make video ARGS="runs/RUN --out game.gif"
 	$(PY) benchmark/video.py $(ARGS)

@@ -127,7 +127,7 @@ def test_wrong_plan_is_one_clear_line(tmp_path, capsys, text, message):
     assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["cpu-2core", "quick"])
+@pytest.mark.parametrize("name", ["cpu-2core", "quick", "learning", "ablations"])
 def test_stored_plans_are_valid(name):
     groups = yaml.safe_load((ROOT / f"benchmark/plans/{name}.yaml").read_text())
     cells = [cell for group in groups for cell in run.expand(group, [0])]
@@ -201,6 +201,23 @@ def test_efficiency_of_ranks_is_their_speed_by_their_number_times_that_of_one():
     lines = {line.split(" | ")[0].strip("| "): line for line in report.ranks_section(cells).splitlines() if line.startswith("|")}
     assert "| 1.95 (1.9 to 2, n = 2) | 0.975 (0.95 to 1, n = 2) | 10 % (10 to 10, n = 2) |" in lines["two ranks"]
     assert lines["threads"].endswith("| 1.55 (1.5 to 1.6, n = 2) | - | - |")
+
+
+def test_every_environment_is_compared_with_pufferl():
+    def cells(env_id: str, ours: list[float], theirs: list[float]) -> list[dict]:
+        curves = {
+            name: {"time": [10, 20, 30, 40, 50, 60], "step": [1, 2, 3, 4, 5, 6], "score": [0.0, *scores]}
+            for name, scores in (("ours", ours), ("pufferl", theirs))
+        }
+        return [hand_made(**curve) | {"env_id": env_id, "name": name} for name, curve in curves.items()]
+
+    quick = cells("quick", [60, 60, 60, 60, 60], [6, 12, 30, 30, 30])  # 40 at 30 s, the mean of three; PuffeRL is at 30 after 60 s
+    slow = cells("slow", [0, 0, 10, 10, 10], [0, 20, 20, 20, 20])
+    text = report.against_pufferl({"quick": quick, "slow": slow})
+    assert "| quick | 0 | 60 | 30 | 30 | 60 | 0.5 |" in text and "| slow | 0 | 10 | 20 | never | 50 | never |" in text
+    assert "Worse: slow." in text and "0 of 2." in text
+    assert report.normalized_scores({"quick": quick, "slow": slow}, "ours").tolist() == [[1, 0.5]]
+    assert report.normalized_scores({"quick": quick, "slow": slow}, "pufferl").tolist() == [[0.5, 1]]
 
 
 def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
