@@ -1,0 +1,371 @@
+"""Every command in README.md is checked: those of its code blocks, and those between backticks in its text.
+
+The first rule of RULES that fits a command says how; a command that none fits fails, so that nothing is added without a test.
+Training commands run as they are written but for one iteration and without compiling, in a fork of this process; those that another
+test file runs, and those that take long, are parsed by the program itself and go no further. Names that stand for something of the
+reader's are in STANDS_FOR. What cannot be run here is in ELSEWHERE with the reason.
+"""
+
+import argparse
+import ast
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import Any, Literal
+
+import pufferlib
+import pytest
+import torch._dynamo  # with TensorBoard's, the slow imports: here once, so that the forks need not
+import torch.distributed.run
+import torch.utils.tensorboard
+import tyro
+import yaml
+from conftest import ROOT, SMALL, newest_run
+
+import ppo_lstm_puffer as ppo
+import ppo_lstm_puffer_ddp as ddp
+import protein_sweep
+
+README = (ROOT / "README.md").read_text()
+SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_lstm_puffer*.py"))
+STANDS_FOR = {
+    "runs/RUN": "runs/{run}",  # a small finished run
+    "my_module:MyEnv-v0": "environments:CueRecall-v0",
+    "my_package.my_game": "parallel_game",
+    "<env>__<script>": "breakout__ppo_lstm_puffer",
+    "user:password@host/database": "host/database",
+}
+ELSEWHERE = {
+    r"gcloud ": "needs an account with Google Cloud",
+    r"(sudo|kill) ": "changes the machine",
+    r"\S*pip install ": "needs the network",
+    r"make (setup|setup-xla|benchmark-peers)$": "installs",
+    r"\S*tensorboard |optuna-dashboard ": "is a server",
+    r"(source|export|cd|ls) ": "is the shell's",
+}
+# Of gcloud and pip, in the text; torchrun's are asked of torchrun.
+FOREIGN_FLAGS = {"--worker", "--command", "--accelerator-type", "--version", "--find-links"}
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+
+
+# README.md as commands.
+
+
+def code_blocks(text: str) -> list[str]:
+    return [block for _, block in re.findall(r"^( *)```\w*\n(.*?)^\1```$", text, re.M | re.S)]
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.M | re.S))
+
+
+def commands_in(text: str) -> list[str]:
+    """Lines of the blocks that are shell, and spans of several words that begin with a program's name; comments dropped."""
+    blocks = [block for block in code_blocks(text) if not re.match(r"run: |@software", block)]
+    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    programs = (
+        r"(python|make|torchrun|patch|diff|git|cp|xvfb-run|taskset|sudo|kill|source|pip|gcloud|optuna-dashboard|\.venv\S*/bin/\w+)"
+    )
+    spans = [re.sub(r"^(?=\w+/\w+\.py )", "python ", span) for span in code_spans(text)]
+    spans = [span for span in spans if re.match(programs + r" (-\S+ )*[^-\s]", span)]
+    return list(dict.fromkeys(line for line in lines + spans if line))
+
+
+def words_of(line: str) -> list[list[str]]:
+    """A shell line as the words of each of its commands: comments dropped, split at && and the like."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    commands = [[]]
+    for word in lexer:
+        commands[-1].append(word) if not set(word) <= set(";&|") else commands.append([])
+    return [command for command in commands if command]
+
+
+# A clone to run them in, and how.
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small finished run of Breakout: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("readme")
+    output = run_in_a_fork(ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu"], folder)
+    return newest_run(folder), output
+
+
+@pytest.fixture
+def clone(finished, tmp_path, monkeypatch):
+    """A folder with everything that a clone has, by links and copies, and a run. Commands run there."""
+    for path in ROOT.iterdir():
+        if path.is_file():  # a copy: patch does not take links
+            shutil.copy(path, tmp_path)
+        elif path.name not in ("runs", "sweeps", "wandb", "resources", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))  # as `import pufferlib` would
+    shutil.copy(ROOT / "ppo_lstm_puffer.py", tmp_path / "my_ppo.py")  # a reader's own copy
+    run = shutil.copytree(finished[0], tmp_path / "runs" / finished[0].name)
+    best = tmp_path / "sweeps" / "breakout__ppo_lstm_puffer" / "best.yaml"
+    best.parent.mkdir(parents=True)
+    best.write_text(yaml.safe_dump({"env_id": "breakout", "learning_rate": 0.01}))
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def run_in_a_fork(script, arguments: list[str], folder, timeout: float = 60) -> str:
+    """Runs a script as `python script arguments` in folder, and returns what it printed. Asserts that it succeeds."""
+    output = pathlib.Path(folder, "output")
+
+    def target():
+        os.chdir(folder)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file
+            sys.argv = [str(script), *arguments]
+            runpy.run_path(str(script), run_name="__main__")
+
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    process.join(timeout)
+    process.kill()
+    assert process.exitcode == 0, f"{script} {shlex.join(arguments)}: exit code {process.exitcode}\n{output.read_text()}"
+    return output.read_text()
+
+
+def parse(script: str, words: list[str]):
+    """The script's arguments, read by the script itself; of the XLA script, whose torch_xla is not here, by its Args alone."""
+    if script == "ppo_lstm_puffer_xla.py":
+        tree = ast.parse((ROOT / script).read_text())
+        node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+        names = {
+            "dataclass": dataclasses.dataclass,
+            "field": dataclasses.field,
+            "Any": Any,
+            "Literal": Literal,
+            "__name__": __name__,
+        }
+        exec(compile(ast.Module([node], []), script, "exec"), names)
+        return tyro.cli(names["Args"], args=words)
+    return {"ppo_lstm_puffer.py": ppo, "ppo_lstm_puffer_ddp.py": ddp}[script].parse_args(words)[0]
+
+
+# The rules: each takes the words of a command.
+
+
+def train(words: list[str]):
+    """As written, but for one iteration on the CPU, with few environments where the command does not say how many."""
+    script, *arguments = words[1:]
+    if "--help" in arguments:
+        assert "--total-timesteps" in run_in_a_fork(script, arguments, ".")
+        return
+    if pathlib.Path(script).name in SCRIPTS:
+        parse(script, arguments)
+    if "--evaluate" in arguments:
+        brief = ["--eval-episodes", "4"]
+    elif "--resume" in arguments:
+        brief = ["--total-timesteps", "4096"]  # more than the finished run has
+    else:
+        brief = ["--total-timesteps", "1", "--no-compile"] + ["--num-envs", "64"] * ("--num-envs" not in arguments)
+    run_in_a_fork(script, [*arguments, *brief, "--device", "cpu"], ".")
+
+
+def train_elsewhere(words: list[str]):
+    """Parsed only: another test file runs it (--track, --profile, TPUs), or it needs a display (--render)."""
+    parse(words[1], words[2:])
+
+
+def torchrun(words: list[str]):
+    """torchrun reads its part, the script reads its own, and the numbers split over the ranks. tests/test_ddp.py runs such."""
+    start = words.index("torch.distributed.run") + 1 if "torch.distributed.run" in words else 1
+    arguments = torch.distributed.run.parse_args(words[start:])
+    args = parse(arguments.training_script, arguments.training_script_args)
+    ranks = int(arguments.nnodes.split(":")[-1]) * int(arguments.nproc_per_node)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "WORLD_SIZE", ranks)
+        ddp.share_of(args)
+
+
+def sweep(words: list[str]):
+    """Parsed, and the study made. tests/test_sweep.py runs such."""
+    args, *_, folder = protein_sweep.prepare(words[2:])
+    if args.script in SCRIPTS:
+        parse(args.script, ["--env-id", args.env_id, *args.fixed])
+    assert (folder / "study.db").exists()
+
+
+class Parsed(Exception):
+    """A program's arguments were read."""
+
+
+def read_arguments(words: list[str]):
+    """Runs a program of ours up to where argparse has read its arguments: these take from minutes to hours."""
+    script, *arguments = words[1:]
+    read = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(parser, *given):
+        _, unknown = read(parser, *given)
+        assert not unknown, f"{script}: unknown arguments {unknown}"
+        raise Parsed
+
+    assert ".parse_args(" in pathlib.Path(script).read_text()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+        patch.setattr(sys, "argv", [script, *arguments])
+        patch.syspath_prepend(str(pathlib.Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    for word in arguments:
+        assert not word.startswith(("benchmark/", "recipes/")) or pathlib.Path(word).exists(), word
+
+
+def video(words: list[str]):
+    run_in_a_fork(words[1], [*words[2:], "--seconds", "1", "--out", "game.gif"], ".")
+    assert pathlib.Path("game.gif").read_bytes().startswith(b"GIF89a")
+
+
+def make(words: list[str]):
+    """The target exists, and every program of ours in its recipe is a command as any other."""
+    result = subprocess.run(["make", "-n", "-o", "setup", "-o", "setup-xla", *words[1:]], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    recipe = [command for line in result.stdout.replace("\\\n", " ").splitlines() for command in words_of(line)]
+    ours = [
+        command
+        for command in recipe
+        if re.match(r"\S*/python (\w+|benchmark/\w+)\.py|\S*/python -m (torch|pytest)", " ".join(command))
+    ]
+    assert ours, f"no program in the recipe of {words}:\n{result.stdout}"
+    for command in ours:
+        check(command)
+
+
+def run(words: list[str], codes=(0,)):
+    result = subprocess.run(words, capture_output=True, text=True)
+    assert result.returncode in codes, result.stderr
+
+
+def find_differences(words: list[str]):
+    run(words, codes=(0, 1))
+
+
+def in_a_wrapper(words: list[str]):
+    """xvfb-run -s SCREEN command, taskset -c CORES [command], NAME=VALUE command."""
+    start = {"xvfb-run": 3, "taskset": 3}.get(words[0], 1)
+    if words[start:]:
+        check(words[start:])
+
+
+def not_here(words: list[str]):
+    """Only a command of ours within it, such as what gcloud is to run on a TPU's machine, is checked."""
+    for word in words:
+        if word.startswith("--command="):
+            for inner in words_of(word.partition("=")[2]):
+                check(inner)
+
+
+PYTHON = r"\S*python "
+RULES = (
+    *((pattern, not_here) for pattern in ELSEWHERE),
+    (r"make help$", run),
+    (r"make ", make),
+    (r"(xvfb-run|taskset|\w+=\S*) ", in_a_wrapper),
+    (PYTHON + r"ppo_lstm_puffer_xla\.py|" + PYTHON + r".* --(track|render|profile)\b", train_elsewhere),
+    (PYTHON + r"(ppo_lstm_puffer|my_ppo)\.py( |$)", train),
+    (r"torchrun |" + PYTHON + r"-m torch\.distributed\.run ", torchrun),
+    (PYTHON + r"-m pytest", not_here),  # this one
+    (PYTHON + r"protein_sweep\.py( |$)", sweep),
+    (PYTHON + r"benchmark/video\.py", video),
+    (PYTHON + r"benchmark/\w+\.py", read_arguments),
+    (r"(cp|patch) ", run),
+    (r"diff ", find_differences),
+)
+
+
+def check(words: list[str]):
+    rule = next((rule for pattern, rule in RULES if re.match(pattern, " ".join(words))), None)
+    assert rule, f"no rule of tests/test_readme.py fits `{shlex.join(words)}`"
+    try:
+        rule(words)
+    except (ppo.UsageError, ddp.UsageError, protein_sweep.UsageError, SystemExit) as error:
+        pytest.fail(f"{shlex.join(words)}: {error}")
+
+
+def check_line(line: str, clone: pathlib.Path):
+    for name, ours in STANDS_FOR.items():
+        line = line.replace(name, ours.format(run=clone.name))
+    for words in words_of(line):
+        check(words)
+
+
+@pytest.mark.parametrize("line", commands_in(README), ids=lambda line: line[:90])
+def test_command_works(line, clone):
+    check_line(line, clone)
+
+
+# What else README.md says.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python ppo_lstm_puffer.py --env-idd breakout",
+        "python ppo_lstm_puffer.py --env-id breakot",
+        "python ppo_lstm_puffer.py --evaluate runs/NONE",
+        "python ppo_lstm_puffer.py --env-id breakout --trakc",
+        ".venv-xla/bin/python ppo_lstm_puffer_xla.py --precision float16",
+        'gcloud ssh x --command="cd y && .venv-xla/bin/python ppo_lstm_puffer_xla.py --num-env 4096"',
+        "torchrun --standalone --nproc-per-nodes=2 ppo_lstm_puffer_ddp.py",
+        "torchrun --standalone --nproc-per-node=3 ppo_lstm_puffer_ddp.py",
+        "python protein_sweep.py --workers 0",
+        "python protein_sweep.py -- --num-env 512",
+        "python benchmark/report.py compare A",
+        "python benchmark/lstm.py --repeat-s 3",
+        'make train ARGS="--env-idd pong"',
+        "make trian",
+        "patch -o my_ppo.py ppo_lstm_puffer.py recipes/none.patch",
+        "frobnicate --all",
+    ],
+)
+def test_wrong_command_is_found(line, clone):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check_line(line, clone)
+
+
+def test_output_shown_is_what_a_run_prints(finished):
+    (shown,) = (block for block in code_blocks(README) if block.startswith("run: "))
+    run, *lines = (line for line in shown.splitlines() if line != "...")
+    assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
+    keys = [[word.partition("=")[0] for word in line.split()] for line in finished[1].splitlines() if line.startswith("step=")]
+    for line in lines:
+        assert [word.partition("=")[0] for word in line.split()] in keys
+
+
+def test_flags_in_the_text_exist():
+    flags = {flag for span in code_spans(README) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span) if "gcloud" not in span}
+    fields = {field for script in SCRIPTS for field in vars(parse(script, []))} | set(vars(protein_sweep.Args()))
+    known = {"--" + name.replace("_", "-") for name in fields} | {"--help"}
+    known |= {"--no-" + name.removeprefix("--") for name in known} | FOREIGN_FLAGS
+    known |= set(torch.distributed.run.get_args_parser()._option_string_actions)
+    assert {flag for flag in flags if flag not in known and not flag.startswith("--env")} == set()
+
+
+def test_files_and_links_lead_somewhere():
+    spans = [span for span in code_spans(README) if re.fullmatch(r"[\w.-]+/[\w./-]+\.(py|md|yaml|sh|patch|txt)", span)]
+    missing = [span for span in spans if not span.startswith(("runs/", "sweeps/")) and not (ROOT / span).exists()]
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^( *)```.*?^\1```$", "", README, flags=re.M | re.S), re.M)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    for target in re.findall(r"\]\(([^)\s]+)\)", README) + re.findall(r'(?:src|href)="([^"]+)"', README):
+        path, _, anchor = target.partition("#")
+        if not target.startswith("http"):
+            missing += [target] * (anchor not in anchors if not path else not (ROOT / path).exists())
+    assert missing == []
+
+
+def test_places_to_change_exist():
+    (table,) = re.findall(r"^\| to change \|.*?\n\n", README, re.M | re.S)
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])]
+    assert len(names) > 5 and [name for name in names if not hasattr(ppo, name)] == []
