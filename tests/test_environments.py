@@ -8,8 +8,8 @@ import sys
 
 import pufferlib
 import pytest
-import torch._dynamo  # this and TensorBoard are slow to import: here once, so that the forked runs need not
-import torch.utils.tensorboard
+import torch._dynamo  # noqa: F401  this and TensorBoard are slow to import: here once, so that the forked runs need not
+import torch.utils.tensorboard  # noqa: F401
 from conftest import newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
