@@ -239,8 +239,8 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
         seconds = float(np.median([time_to_score(cell, target)[0] for cell in ours]))
         # Each of PuffeRL's runs to its own end, so that the luckier ones are not a mark that the others miss.
         of_theirs = float(np.median([time_to_score(cell, low + 0.99 * (last_score(cell) - low))[0] for cell in theirs]))
-        worse += [env_id] * (np.median(list(map(last_score, ours))) < target)
-        quick += [env_id] * (seconds <= of_theirs / 3)
+        worse += [env_id] if np.median(list(map(last_score, ours))) < target else []
+        quick += [env_id] if seconds <= of_theirs / 3 else []
         finals = [list(map(last_score, some)) for some in (ours, theirs)]
         rows.append([env_id, number(low), *map(spread, finals), number(seconds), number(of_theirs), number(seconds / of_theirs)])
     head = ["environment", "untrained", "ours", "PuffeRL", "seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
@@ -258,7 +258,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
 
 {table(head, rows)}
 The target: no environment worse, and half of PuffeRL's final scores reached in a third of its time. Worse: {", ".join(worse) or "none"}.
-In a third of the time or less: {len(quick)} of {len(rows)}{": " * bool(quick)}{", ".join(quick)}.
+In a third of the time or less: {len(quick)} of {len(rows)}{": " if quick else ""}{", ".join(quick)}.
 
 The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval (rliable; Agarwal et al. 2021).
 0 is the score of the untrained, 1 the best final score of any run here.
@@ -405,18 +405,20 @@ def plot_learning(cells: list[dict], path: pathlib.Path):
         "seconds from the start of the process": from_start,
     }
     for row, (env_id, runs) in zip(axes, environments.items()):
+        lowest = 0.0
         for axis, (x_label, x_of) in zip(row, x_axes.items()):
             for index, (name, some) in enumerate(group_by(runs, "name").items()):
                 curves = [(x_of(cell), smooth(cell["curve"]["score"])) for cell in some]
                 curves = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
                 x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 300)
                 y = np.array([np.interp(x, *curve) for curve in curves])
+                lowest = min(lowest, y.min())
                 axis.plot(x, np.median(y, axis=0), color=color(name, index), label=f"{NAMES.get(name, name)}, runs: {len(some)}")
                 axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color(name, index), alpha=0.2, linewidth=0)
             for score in (380, 850) if env_id == "breakout" else ():
                 axis.axhline(score, color="gray", linestyle=":", linewidth=1)
             axis.set(xlabel=x_label, xlim=(0, None))
-        row[0].set(ylabel=f"{env_id}: mean score", ylim=(0, None))
+        row[0].set(ylabel=f"{env_id}: mean score", ylim=(lowest, None))
         row[1].legend(loc="lower right")
     save(figure, path)
 
@@ -486,7 +488,7 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
             text += f"\n![{title}]({name}.png)\n"
         parts.append(f"## {title}\n\n{text}")
 
-    if promised := targets(cells):
+    if kinds["speed"] and (promised := targets(cells)):
         section("Targets", promised)
     if kinds["speed"]:
         section("Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"])

@@ -8,7 +8,7 @@ import sys
 
 import pufferlib
 import pytest
-import torch._dynamo  # noqa: F401  this and TensorBoard are slow to import: here once, so that the forked runs need not
+import torch._dynamo  # this and TensorBoard are slow to import: here once, so that the forked runs need not
 import torch.utils.tensorboard  # noqa: F401
 from conftest import newest_run, read_metrics
 
