@@ -39,6 +39,8 @@ from typing import Any, Literal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it: no traceback
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun is killed, save and end
 
 import fsspec
 import numpy as np
@@ -706,14 +708,7 @@ def train(args: Args, job: dist.Store, resumed: dict | None = None) -> int:
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
     if resumed:
         load_state_dict(agent, resumed["model"], "--resume")
-        for optimizer, state in zip(optimizers, resumed["optimizers"]):
-            try:
-                for group, saved in zip(optimizer.param_groups, state["param_groups"]):
-                    saved |= {key: value for key, value in group.items() if key not in ("params", "lr")}  # flags win
-                    saved["lr"] = group["lr"].clone().fill_(saved["lr"])
-                optimizer.load_state_dict(state)
-            except (ValueError, KeyError) as error:
-                raise UsageError(f"--resume: the optimizer's state is not one of --optimizer {args.optimizer}") from error
+        restore_optimizers(optimizers, resumed["optimizers"], args.optimizer)
         states = [resumed["rng"], *resumed["rng"].get("other_ranks", [])]
         if len(states) > RANK:  # a rank that the checkpoint does not know keeps the seed it has
             restore_rng(states[RANK])
@@ -889,6 +884,9 @@ def rng_of_all_ranks() -> dict:
 
 class UsageError(Exception):
     """A wrong argument: printed as one line, exit code 2."""
+
+    def __str__(self):  # what it quotes may have newlines and escape sequences
+        return "".join(character if character.isprintable() else " " for character in super().__str__())
 
 
 class TrainingDiverged(Exception):
@@ -1141,6 +1139,7 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
         KeyError,
         AssertionError,
         IndexError,
+        ArithmeticError,
         gym.error.Error,
         ImportError,
         pufferlib.APIUsageError,
@@ -1173,6 +1172,8 @@ def to_pufferlib(agent: Agent) -> dict[str, torch.Tensor]:
 
 def load_state_dict(agent: Agent, state: dict[str, torch.Tensor], flag: str):
     """Loads parameters saved under PufferLib's names (its own files, or ours). Raises UsageError if they do not fit."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) and isinstance(state[key], torch.Tensor) for key in state):
+        raise UsageError(f"{flag}: not a file of weights (a dict of tensors)")
     expected = to_pufferlib(agent)
     state = {name.removeprefix("module."): value for name, value in state.items()}
     missing = sorted(set(expected) - set(state)) + [n for n in expected if n in state and expected[n].shape != state[n].shape]
@@ -1198,10 +1199,7 @@ def load_weights(agent: Agent, path: str, flag: str):
             )
         nn.utils.vector_to_parameters(flat.to(parameters[0].device), parameters)
         return
-    state = load_tensors(data, f"{flag} {path}")
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UsageError(f"{flag} {path}: not a file of weights (a dict of tensors)")
-    load_state_dict(agent, state, f"{flag} {path}")
+    load_state_dict(agent, load_tensors(data, f"{flag} {path}"), f"{flag} {path}")
 
 
 def load_tensors(data: bytes, what: str) -> Any:
@@ -1248,12 +1246,32 @@ def rng_state() -> dict:
 
 
 def restore_rng(state: dict):
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    """Raises UsageError if this is not what `rng_state` returned."""
+    try:
+        random.setstate(state["python"])
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+    except Exception as error:
+        raise UsageError("--resume: the checkpoint's random states are damaged") from error
+
+
+def restore_optimizers(optimizers: list[torch.optim.Optimizer], states: list[dict], name: str):
+    """The saved states, but for what flags say of them. Raises UsageError if they are not those of --optimizer name."""
+    try:
+        for optimizer, state in zip(optimizers, states, strict=True):
+            for group, saved in zip(optimizer.param_groups, state["param_groups"]):
+                saved |= {key: value for key, value in group.items() if key not in ("params", "lr")}  # flags win
+                saved["lr"] = group["lr"].clone().fill_(saved["lr"])
+            optimizer.load_state_dict(state)
+            names = {tuple(values) for values in optimizer.state.values()}
+            shapes = [(value.shape, p.shape) for p, values in optimizer.state.items() for value in values.values()]
+            if len(names) > 1 or any(shape not in ((), expected) for shape, expected in shapes):
+                raise ValueError("not of these parameters")
+    except Exception as error:
+        raise UsageError(f"--resume: the optimizer's state is not one of --optimizer {name}") from error
 
 
 def find_run(path: str, output_dir: str, flag: str) -> str:
@@ -1270,21 +1288,17 @@ def find_run(path: str, output_dir: str, flag: str) -> str:
     return newest if isinstance(fs, fsspec.implementations.local.LocalFileSystem) else fs.unstrip_protocol(newest)
 
 
+STATE = {"iteration": int, "step": int, "seconds": float, "optimizers": list, "rng": dict, "config": dict, "model_file": str}
+
+
 def load_checkpoint(folder: str, flag: str) -> dict:
     """The newest valid trainer state in a run's folder, with its model. A damaged one is skipped with a warning."""
     problems = []
     for name in ("trainer_state.pt", "trainer_state_previous.pt"):
         try:
             state = load_tensors(read_bytes(f"{folder}/{name}", flag), name)
-            if not isinstance(state, dict) or not {
-                "iteration",
-                "step",
-                "seconds",
-                "optimizers",
-                "rng",
-                "config",
-                "model_file",
-            } <= set(state):
+            whole = isinstance(state, dict) and all(isinstance(state.get(key), kind) for key, kind in STATE.items())
+            if not whole or not 0 <= state["iteration"] <= min(state["step"], 2**31):
                 raise UsageError(f"{name}: not a trainer state of this script")
             state["model"] = load_tensors(read_bytes(f"{folder}/{state['model_file']}", flag), state["model_file"])
             for problem in problems:
@@ -1395,7 +1409,7 @@ class Run:
             self.live = Live(console=Console(stderr=True), auto_refresh=False)
             self.live.start()
         psutil.cpu_percent()
-        print(f"run: {self.folder}", file=sys.stderr, flush=True)
+        print(f"{'' if resumed else preset_hint(args)}run: {self.folder}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def tolerate(self, what: str):
@@ -1555,6 +1569,14 @@ class SilentRun(Run):
     profiler_step = log = save_checkpoint = close = nothing
 
 
+def preset_hint(args: Args) -> str:
+    """A line about tuned settings for this environment, if there are some beside this script and they were not asked for."""
+    preset = os.path.join(os.path.dirname(os.path.abspath(__file__)), "benchmark", "configs", f"{args.env_id}.yaml")
+    if args.config or args.env_id == Args.env_id or not os.path.exists(preset):
+        return ""
+    return f"hint: settings tuned for {args.env_id}: --config {os.path.relpath(preset)}\n"
+
+
 def weighted_mean(pairs: list[tuple[float, float]]) -> float:
     values, weights = zip(*pairs)
     return float(np.average(values, weights=weights)) if sum(weights) else float(np.mean(values))
@@ -1707,10 +1729,10 @@ def evaluate(args: Args) -> int:
 
 
 LIMITS = {  # argument: (least, most), so that a slip of the hand is caught before an hour of training
-    "seed": (0, 2**31 - 1), "num_envs": (1, None), "num_workers": (1, None), "num_steps": (1, None), "minibatch_size": (1, None), "max_minibatch_size": (1, None),
-    "total_timesteps": (1, None), "hidden_size": (1, None), "log_interval": (1, None), "checkpoint_interval": (1, None), "keep_checkpoints": (2, None),
-    "eval_episodes": (1, None), "dist_timeout": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "adam_learning_rate": (0, None), "momentum": (0, 0.9999), "gamma": (0, 1),
-    "gae_lambda": (0, 1), "update_epochs": (0, None), "clip_coef": (0, None), "vf_clip_coef": (0, None), "vf_coef": (0, None), "ent_coef": (0, None),
+    "seed": (0, 2**31 - 1), "num_envs": (1, 2**31 - 1), "num_workers": (1, 2**31 - 1), "num_steps": (1, 2**31 - 1), "minibatch_size": (1, 2**31 - 1), "max_minibatch_size": (1, 2**31 - 1),
+    "total_timesteps": (1, None), "hidden_size": (1, 2**20), "log_interval": (1, None), "checkpoint_interval": (1, None), "keep_checkpoints": (2, None),
+    "eval_episodes": (1, 2**31 - 1), "dist_timeout": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "adam_learning_rate": (0, None), "momentum": (0, 0.9999), "gamma": (0, 1),
+    "gae_lambda": (0, 1), "update_epochs": (0, 1000), "clip_coef": (0, None), "vf_clip_coef": (0, None), "vf_coef": (0, None), "ent_coef": (0, None),
     "max_grad_norm": (0, None), "target_kl": (0, None), "vtrace_rho_clip": (0, None), "vtrace_c_clip": (0, None), "prio_alpha": (0, None), "prio_beta0": (0, 1),
 }  # fmt: skip
 
@@ -1720,6 +1742,8 @@ def check_args(args: Args):
         value, flag = getattr(args, name), "--" + name.replace("_", "-")
         if value is not None and not (least <= value and (most is None or value <= most)):
             raise UsageError(f"{flag} {value}: must be {f'at least {least}' if most is None else f'between {least} and {most}'}")
+    if not args.output_dir:
+        raise UsageError("--output-dir: is empty; a dot is the current folder")
     if args.minibatch_size % args.num_steps:
         raise UsageError(
             f"--minibatch-size {args.minibatch_size}: must be a multiple of --num-steps {args.num_steps}, since minibatches are whole segments"
@@ -1837,9 +1861,6 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
         raise UsageError(f"{text} (see --help)") from error
     args.env = base_env | {key: parse_value(f"--env.{key}", value) for key, value in args.env.items()} | env
     check_args(args)
-    preset = os.path.join(os.path.dirname(os.path.abspath(__file__)), "benchmark", "configs", f"{args.env_id}.yaml")
-    if not base and not args.evaluate and args.env_id != Args.env_id and os.path.exists(preset):
-        print(f"hint: settings tuned for {args.env_id}: --config {os.path.relpath(preset)}", file=sys.stderr)
     return args, resumed
 
 
@@ -1905,8 +1926,6 @@ def keep_to_own_cores():
 
 
 def main() -> int:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun is killed, save and end
     try:
         job = job_store()
         store = meet(job)
@@ -1949,6 +1968,12 @@ def main() -> int:
         return 141
     except WorkerDied as error:  # while starting; train() reports one that dies later
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        sizes = "--num-envs, --num-steps, --hidden-size or --max-minibatch-size"
+        print(f"error: out of memory, lower {sizes}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return 1
 
 

@@ -37,6 +37,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it: no traceback
+
 import numpy as np
 import optuna
 import scipy.optimize
@@ -919,6 +922,9 @@ def plot(args: Args, study: optuna.Study, folder: pathlib.Path) -> dict[str, flo
 class UsageError(Exception):
     """Bad input: main prints it as one line and exits with code 2."""
 
+    def __str__(self):  # what it quotes may have newlines and escape sequences
+        return "".join(character if character.isprintable() else " " for character in super().__str__())
+
 
 class StopSignals:
     """Notes SIGINT and SIGTERM, so that the trials can be ended and queued again."""
@@ -1042,7 +1048,7 @@ def given_arguments(words: tuple[str, ...]) -> dict[str, Any]:
             text = value if equals else rest.pop(0)
             try:
                 value = yaml.safe_load(text.replace("_", "") if re.fullmatch(r"[\d_]+", text) else text)
-            except yaml.YAMLError as error:
+            except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError, !!bool x a KeyError
                 raise UsageError(f"-- {name} {text}: not a YAML value") from error
         else:
             value, key = not key.startswith("no_"), key.removeprefix("no_")
@@ -1073,9 +1079,10 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
         if not 0 < getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a number of seconds above 0")
     try:
-        space = parse_space(yaml.safe_load(pathlib.Path(args.space).read_text()), args.space)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(pathlib.Path(args.space).read_text())
+    except Exception as error:  # not only OSError and YAMLError: 2001-99-99 is a ValueError
         raise UsageError(f"--space {args.space}: cannot be read ({' '.join(str(error).split())[:120]})") from error
+    space = parse_space(content, args.space)
     defaults, given = script_defaults(args.script), given_arguments(args.fixed)
     for key in ("env_id", "seed", "output_dir", "config", "resume", "evaluate"):
         if key in given or any(parameter.argument == key for parameter in space):

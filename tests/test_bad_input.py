@@ -1,6 +1,7 @@
 """A wrong argument is one line that names the flag, the value and what would be right; exit code 2; no traceback."""
 
 import pickle
+import shutil
 import signal
 import sys
 import warnings
@@ -89,6 +90,11 @@ def the_line(code: int, stderr: str) -> str:
         ("--env.nonsense 3", "--env.nonsense breakout frameskip"),
         ("--env.frameskip", "--env.frameskip value"),
         ("--env.frameskip often", "frameskip"),
+        ("--env-id puffer_cartpole --env.continuous 1e99", "cartpole OverflowError"),
+        ("--env.frameskip 2001-99-99", "--env.frameskip 2001-99-99 YAML"),  # no YAMLError, but a ValueError
+        ("--num-envs 9223372036854775808", "--num-envs 9223372036854775808 2147483647"),
+        ("--update-epochs inf", "--update-epochs inf 1000"),
+        ("--output-dir=", "--output-dir empty"),  # it would have been /
         ("--env-id CartPole-v1 --env.nonsense 3", "CartPole-v1 nonsense"),
         ("--env-id CartPole-v1 --vec-backend native", "--vec-backend native CartPole-v1 serial"),
         ("--num-envs 15 --num-workers 2 --vec-backend multiprocessing", "--num-envs 15 --num-workers 2"),
@@ -112,6 +118,13 @@ def test_cuda_graphs_without_cuda(refused):
 def test_cuda_without_cuda(refused):
     line = refused("--device", "cuda")
     assert "--device cuda" in line and "cpu" in line
+
+
+def test_more_than_the_memory_is_one_line_that_says_what_to_lower(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert call("--env-id", "puffer_cartpole", "--hidden-size", 2**20) == 1  # 16 TB
+    line = capfd.readouterr().err
+    assert line.startswith("error: out of memory") and "--hidden-size" in line and line.count("\n") == 1
 
 
 def test_render_without_a_display(refused, run, monkeypatch):
@@ -191,6 +204,42 @@ def test_file_that_is_not_a_trainer_state_is_named(refused, tmp_path):
     assert "given.pt" in refused("--resume", "given.pt")
 
 
+def edit(run, tmp_path, change):
+    """A copy of a run as tmp_path/given, with its trainer state changed."""
+    shutil.copytree(run, tmp_path / "given")
+    state = torch.load(tmp_path / "given/trainer_state.pt", weights_only=True)
+    change(state)
+    torch.save(state, tmp_path / "given/trainer_state.pt")
+
+
+@pytest.mark.parametrize(
+    "key, junk",
+    [
+        ("iteration", "1"), ("iteration", -1), ("iteration", 10**30), ("seconds", None), ("model_file", 3), ("optimizers", []),
+        ("optimizers", [{}, {}]), ("optimizers", [1, 2]), ("rng", {}), ("rng", {"python": 1}), ("config", [1]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_trainer_state_with_a_foreign_item_is_refused(refused, run, tmp_path, key, junk):
+    edit(run, tmp_path, lambda state: state.update({key: junk}))
+    assert "--resume" in refused("--resume", "given", "--total-timesteps", "512")
+
+
+def smaller(values: dict):
+    values["momentum_buffer"] = values["momentum_buffer"][:1]
+
+
+@pytest.mark.parametrize("change", [smaller, dict.clear], ids=["smaller", "nothing"])
+def test_optimizer_state_of_other_parameters_is_refused(refused, run, tmp_path, change):
+    edit(run, tmp_path, lambda state: change(state["optimizers"][0]["state"][0]))
+    assert "--optimizer muon" in refused("--resume", "given", "--total-timesteps", "512")
+
+
+def test_model_of_a_run_that_holds_no_tensors_is_refused(refused, run, tmp_path):
+    edit(run, tmp_path, lambda state: list_of_numbers(tmp_path / "given" / state["model_file"]))
+    assert "--resume" in refused("--resume", "given", "--total-timesteps", "512")
+
+
 @pytest.mark.parametrize("size", [400, 401, 0])
 @pytest.mark.parametrize("flag", ["--load-weights", "--evaluate"])
 def test_bin_of_the_wrong_size(refused, tmp_path, flag, size):
@@ -230,6 +279,10 @@ def test_resuming_with_what_the_checkpoint_does_not_fit(refused, run, changed, n
         ("optimizer: true", "optimizer"),
         ("gae_lambda: 1.5", "gae-lambda 1.5"),
         ("env: 3", "env mapping"),
+        ("seed: 2001-99-99", "YAML"),
+        ("clip_rewards: !!bool x", "YAML"),
+        ("[" * 3000, "YAML"),  # deeper than Python's stack
+        ('env: {"a\\nb\\e[31m": 1}', "--env.a takes"),  # a new line and an escape sequence, which are not printed
         ("env: {nonsense: 3}", "nonsense frameskip"),
     ],
 )

@@ -323,6 +323,15 @@ def test_sigterm_writes_a_checkpoint_and_leaves_no_process(start, tmp_path, vict
     assert state(run)["step"] == read_metrics(run)[-1]["step"]
 
 
+def test_ranks_of_a_torchrun_that_is_killed_while_they_import_end(start, tmp_path):
+    job = start(*LONG, launcher=torchrun())
+    deadline = time.monotonic() + 60
+    while not (ranks := ranks_of(job)) or not all("numpy" in str(rank.memory_maps()) for rank in ranks.values()):
+        assert time.monotonic() < deadline and job.poll() is None
+    job.kill()
+    assert not alive(ranks.values(), 15)
+
+
 # Hosts.
 
 

@@ -26,9 +26,7 @@ def test_preset_fits_its_environment(path):
         envs.close()
 
 
-def test_an_environment_with_a_preset_gets_a_hint_unless_it_is_used(capsys):
-    ppo.parse_args(["--env-id", "pong"])
-    assert "--config" in (hint := capsys.readouterr().err) and "pong.yaml" in hint
-    for words in (["--config", str(ROOT / "benchmark/configs/pong.yaml")], ["--env-id", "blastar"], []):
-        ppo.parse_args(words)
-        assert capsys.readouterr().err == ""
+def test_an_environment_with_a_preset_gets_a_hint_unless_it_is_used():
+    assert "--config" in (hint := ppo.preset_hint(ppo.Args(env_id="pong"))) and "pong.yaml" in hint
+    for args in (ppo.Args(env_id="pong", config="mine.yaml"), ppo.Args(env_id="blastar"), ppo.Args()):
+        assert ppo.preset_hint(args) == ""

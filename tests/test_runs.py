@@ -356,6 +356,15 @@ def test_control_c_writes_a_checkpoint_and_leaves_no_process(tmp_path, backend):
     assert ppo.load_checkpoint(str(run), "--resume")["iteration"] > 0
 
 
+@pytest.mark.parametrize("script", ["ppo_lstm_puffer.py", "ppo_lstm_puffer_ddp.py", "protein_sweep.py"])
+def test_control_c_while_importing_ends_without_a_traceback(tmp_path, script):
+    process = start_script(cwd=tmp_path, small=False, script=SCRIPT.parent / script)
+    wait_for(lambda: "numpy" in pathlib.Path(f"/proc/{process.pid}/maps").read_text(), process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT and stderr == ""
+
+
 def test_workers_of_a_killed_run_end(tmp_path):
     process, _ = started(*LONG, *WORKERS, cwd=tmp_path)
     workers = children_of(process)

@@ -579,12 +579,17 @@ def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy)
         (["--", "--config", "x.yaml"], "-- --config"),
         (["--", "--seed", "3"], "-- --seed"),
         (["--", "--x", "["], "-- --x ["),
+        (["--", "--x", "2001-99-99"], "-- --x 2001-99-99"),
+        (["--space", "date.yaml"], "--space date.yaml: cannot be read"),
+        (["--space", "lines.yaml"], "--space lines.yaml: x  y"),
         (["--", "stray"], "-- stray"),
         (["--", "--x", "0.5"], "nothing to search"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(toy, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(toy)
+    (toy / "date.yaml").write_text("x: 2001-99-99")  # no YAMLError, but a ValueError
+    (toy / "lines.yaml").write_text('"x\\n\\ny": 1')
     first = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml"]
     monkeypatch.setattr(sys, "argv", ["protein_sweep.py", *first, *arguments])
     assert protein_sweep.main() == 2

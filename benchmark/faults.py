@@ -1,0 +1,645 @@
+"""Faults on purpose: runs, jobs and sweeps are killed at random moments, and the scripts are fed malformed input.
+
+    python benchmark/faults.py kills                        # 209 kills, about an hour on one core
+    python benchmark/faults.py kills --only ddp --count 40  # one kind: script, workers, ddp, sweep; up to 40 of it
+    python benchmark/faults.py inputs                       # 720 malformed inputs (benchmark/malformed.py), some minutes
+    python benchmark/faults.py soak --hours 1               # memory, threads, files and speed of one long run
+    python benchmark/faults.py report                       # report.md and soak.png from what these left
+
+Everything goes to benchmark/reports/faults (--out): a line of JSON per kill and per input, soak.json, report.md. What is there
+already is not done again; the report includes notes.md, if there is one. Exit code 1: there was a loss or a violation. Linux;
+py-spy, which reads the stacks, must be allowed to trace other processes (root is), else they are `unknown`.
+
+Kills are chained: each start goes on where the last was killed, so that the survivor of one kill is the victim of the next. The
+victim is stopped, its stack says what it was doing, then it gets its signal. What must hold afterwards is in `Chain.settle`,
+`Chain.check` and each kind's `after`; what does not is recorded as a loss, and the next kill begins with a new folder.
+"""
+
+import argparse
+import collections
+import contextlib
+import importlib.metadata
+import io
+import json
+import os
+import pathlib
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+import psutil
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MARK = "FAULTS_MARK"  # an environment variable that all processes of a start have, by which those left behind are found
+KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+PACKAGES = ("torch", "numpy", "pufferlib", "optuna", "hypothesis", "py-spy")
+
+
+def clean(text: str) -> str:
+    """Without the paths of this machine."""
+    for path, name in ((ROOT, "REPOSITORY"), (sys.prefix, "VENV"), (sys.base_prefix, "PYTHON"), (tempfile.gettempdir(), "TMP")):
+        text = text.replace(str(path), name)
+    return text
+
+
+def facts() -> dict:
+    """What the records after this one were made with."""
+    git = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()  # noqa: E731
+    changed = git("status", "--porcelain", "--", "ppo_lstm_puffer*.py", "protein_sweep.py")
+    versions = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"kind": "facts", "commit": git("rev-parse", "--short", "HEAD") + " with changes" * bool(changed), "versions": versions}
+
+
+def read_lines(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_line(path: pathlib.Path, record: dict):
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def progress_bar():
+    """Progress with the time left, on stderr. Refreshed by hand: a thread of its own would be in the way of forks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True, soft_wrap=True, highlight=False), auto_refresh=False)
+
+
+def wait_until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(met)
+
+
+def left_behind(mark: str, within: float, session: int | None = None) -> list[str]:
+    """The processes with this mark, or of this session, that are still there after so many seconds. They are killed."""
+    deadline = time.monotonic() + within
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                ours = os.getsid(process.pid) == session or process.environ().get(MARK) == mark
+                found += [process] if ours and process.status() != psutil.STATUS_ZOMBIE else []
+        if not found or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    names = []
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            names.append(clean(shlex.join(process.cmdline()))[:200])
+            process.kill()
+    return names
+
+
+# KILLS: what a process was doing ------------------------------------------------------------------------------------------
+
+
+def sections(script: str) -> list[tuple[int, str]]:
+    """The parts of the script's `train` as (first line, name), by the comments that are its landmarks."""
+    marks = {"def train(": "start", "            # ROLLOUT": "rollout", "            # UPDATE": "update"}
+    marks |= {"            # LOGGING": "log", "        exit_reason = ": "end"}
+    found = {}
+    for number, line in enumerate((ROOT / script).read_text().splitlines(), 1):
+        for mark, name in marks.items():
+            if line.startswith(mark):
+                found.setdefault(name, number)
+    return sorted((number, name) for name, number in found.items())
+
+
+def phase_of(frames: list[dict]) -> str:
+    """What a stack (innermost frame first) is doing."""
+    names = {frame["name"].rpartition(".")[2] for frame in frames}  # since Python 3.11 qualified names
+    for name, phase in (("_worker_process", "worker"), ("save_checkpoint", "checkpoint"), ("_invoke_run", "watch")):
+        if name in names:
+            return phase
+    for frame in frames:
+        script = os.path.basename(frame["filename"])
+        if frame["name"] == "train" and script.startswith("ppo_lstm_puffer"):
+            return [name for number, name in sections(script) if number <= frame["line"]][-1]
+        if frame["name"] == "sweep" and script == "protein_sweep.py":
+            told = names & {"finish", "write_tables", "set_user_attr", "tell"}
+            return "suggest" if "ask" in names else "record" if told else "watch"
+    return "start"
+
+
+def look(process: psutil.Process) -> tuple[str, bool]:
+    """Stops a process and says what it is doing, and whether it handles SIGTERM by now."""
+    process.suspend()
+    status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+    handles = bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) & 1 << (TERM - 1))
+    py_spy = pathlib.Path(sys.executable).with_name("py-spy")
+    words = [str(py_spy), "dump", "--nonblocking", "--json", "--pid", str(process.pid)]
+    try:
+        threads = json.loads(subprocess.run(words, capture_output=True, text=True, timeout=30).stdout)
+        (main,) = [thread for thread in threads if thread["os_thread_id"] == process.pid] or threads[-1:]
+        return phase_of(main["frames"]), handles
+    except (ValueError, KeyError, subprocess.TimeoutExpired):  # mostly an interpreter that is not up yet
+        return "unknown", handles
+
+
+# KILLS: the kinds ---------------------------------------------------------------------------------------------------------
+
+TINY = "--hidden-size 32 --precision float32 --no-compile --device cpu --log-interval 1 --checkpoint-interval 1 --no-dashboard"
+SIZES = "--num-envs 64 --num-steps 16 --minibatch-size 256"
+
+
+class Loss(Exception):
+    """Something that must hold does not, and there is nothing more to be said of this kill."""
+
+
+class Chain:
+    """Something that is started, killed, and started again in the same folder, where it must go on. This one: the script itself."""
+
+    script, launcher, arguments, iteration = "ppo_lstm_puffer.py", (), f"--env-id cartpole {SIZES}", 64 * 16
+    victims, limit = ("script",), 30.0  # limit: seconds from the signal to the end
+    our_traceback = r"Traceback \(most recent call last\)"
+
+    def __init__(self, work: pathlib.Path):
+        self.work, self.process, self.starts, self.startup, self.step = work, None, 0, 5.0, 0
+        work.mkdir(parents=True)
+
+    def command(self) -> list[str]:
+        words = f"{self.arguments} {TINY} --total-timesteps 1_000_000_000 --output-dir out".split()
+        return [*self.launcher, str(ROOT / self.script), *words, *(["--resume", "latest"] if self.step else [])]
+
+    def start(self):
+        self.mark, self.starts, self.began = uuid.uuid4().hex, self.starts + 1, time.monotonic()
+        self.output = self.work / f"output{self.starts}"
+        options = {"cwd": self.work, "env": os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}, "stdin": subprocess.DEVNULL}
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen([sys.executable, *self.command()], stdout=file, stderr=file, **options)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def steps(self) -> list[list[int]]:
+        """The steps logged since each time the script said where its run is; under torchrun it starts again by itself."""
+        parts = re.split(r"^run: .*$", self.text(), flags=re.MULTILINE)[1:]
+        return [[int(step) for step in re.findall(r"^step=(\d+) ", part, re.MULTILINE)] for part in parts]
+
+    def over(self) -> bool:
+        return self.process.poll() is not None
+
+    def ready(self) -> bool:
+        """Whether the first iteration is over."""
+        return any(self.steps())
+
+    def processes(self, target: str) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid)]
+
+    def choose(self, rng: random.Random) -> tuple[str, int]:
+        return rng.choice(self.victims), rng.choice((KILL, TERM, INT))
+
+    def fault(self, rng: random.Random) -> dict:
+        """One kill. Returns its record; `losses` lists what did not hold."""
+        if self.process is None:
+            self.start()
+        target, signum = self.choose(rng)
+        early, moment = rng.random() < 0.3, rng.random()
+        record = {"target": target, "signal": signal.Signals(signum).name, "phase": "-", "losses": []}
+        try:
+            victim, record["phase"], handles = self.stopped(target, early, moment)
+            record["after_s"] = round(time.monotonic() - self.began, 2)
+            before, sent = self.before(victim), time.monotonic()
+            victim.send_signal(signum)
+            with contextlib.suppress(psutil.Error):
+                victim.resume()
+            record |= self.after(target, signum, handles, before)
+            record["seconds"] = round(time.monotonic() - sent, 2)
+        except (Loss, psutil.Error, OSError, ValueError) as error:
+            record["losses"].append(str(error) if isinstance(error, Loss) else f"{type(error).__name__}: {clean(str(error))}")
+        return record | ({"output": clean(self.text()[-3000:])} if record["losses"] else {})
+
+    def stopped(self, target: str, early: bool, moment: float) -> tuple[psutil.Process, str, bool]:
+        """The victim, stopped: within the time that starting takes, or up to two seconds after the first iteration; and see `look`."""
+        if early and (pause := self.began + moment * self.startup - time.monotonic()) > 0:
+            time.sleep(pause)
+        else:
+            if not wait_until(lambda: self.ready() or self.over(), 120):
+                raise Loss("no first iteration within 120 s")
+            self.startup = min(time.monotonic() - self.began, 2 * self.startup)
+            time.sleep(2 * moment)
+        for _ in range(5):  # a trial may end just now: then another one
+            if not wait_until(lambda: self.over() or self.processes(target), 60):
+                raise Loss(f"no {target} within 60 s")
+            if self.over():
+                raise Loss(f"ended by itself with exit code {self.process.returncode}")
+            with contextlib.suppress(psutil.Error, OSError, IndexError):
+                victim = self.processes(target)[-1]
+                return victim, *look(victim)
+        raise Loss(f"no {target} stays long enough")
+
+    def before(self, victim: psutil.Process):
+        """What `after` compares with, taken while the victim is stopped."""
+
+    def after(self, target: str, signum: int, handles: bool, before) -> dict:
+        """Waits for what must follow. Returns what else is recorded."""
+        # Before the script handles them, SIGTERM is the system's to answer, and SIGINT Python's (KeyboardInterrupt).
+        return self.settle({128 + signum} if handles and signum != KILL else {-signum, 130} if signum == INT else {-signum})
+
+    def settle(self, codes: set[int] | None) -> dict:
+        """After the end: the exit code (None: any error), no process, no traceback, and what `check` says."""
+        losses, process, self.process = [], self.process, None
+        if not wait_until(lambda: process.poll() is not None, self.limit):
+            losses.append(f"still running {self.limit:.0f} s after the signal")
+        code, end = process.poll(), time.monotonic()
+        if code is not None and (code == 0 if codes is None else code not in codes):
+            losses.append(f"exit code {code}, not {' or '.join(map(str, codes or ['an error']))}")
+        if left := left_behind(self.mark, 10):
+            losses.append(f"left running: {left}")
+        process.wait()
+        record, text = {"code": code, "gone_s": round(time.monotonic() - end, 2)}, self.text()
+        if re.search(self.our_traceback, text):
+            if code in (-INT, 130, 1) and text.rstrip().endswith("KeyboardInterrupt"):
+                record["note"] = "Python's own KeyboardInterrupt, before the script handles signals"
+            else:
+                losses.append("a traceback")
+        losses += self.check()
+        return record | {"step": self.step, "losses": losses}
+
+    def check(self) -> list[str]:
+        """The newest checkpoint loads and is no older than the last one, and every start went on right where the checkpoint was."""
+        import ppo_lstm_puffer as ppo
+
+        losses, iteration, last, messages = [], self.iteration, self.step, io.StringIO()
+        for number, steps in enumerate(self.steps()):
+            # Restarted by torchrun, it goes on from the checkpoint of the last line, or from the one before it.
+            first = (last + iteration, last) if number else (last + iteration,)
+            if steps and (steps[0] not in first or steps != list(range(steps[0], steps[-1] + 1, iteration))):
+                losses.append(f"went on at step {steps[0]} (lines to {steps[-1]}), the checkpoint was at {last}")
+            last = steps[-1] if steps else last
+        if not list(self.work.glob("out/*/trainer_state*.pt")):  # killed before the first one: the next start is a new one
+            return [*losses, "no checkpoint"] if last > iteration else losses
+        try:
+            with contextlib.redirect_stderr(messages):
+                folder = ppo.find_run("latest", str(self.work / "out"), "--resume")
+                state = ppo.load_checkpoint(folder, "--resume")
+        except ppo.UsageError as error:
+            return [*losses, f"the checkpoint does not load: {clean(str(error))}"]
+        if messages.getvalue():
+            losses.append(f"a checkpoint was skipped: {clean(messages.getvalue())}")
+        if not max(self.step, last - iteration) <= state["step"]:
+            losses.append(f"the checkpoint is at step {state['step']}, before it was at {self.step}, and {last} was logged")
+        logged = [line["step"] for line in read_lines(pathlib.Path(folder, "metrics.jsonl"))]
+        if logged != list(range(iteration, iteration * len(logged) + 1, iteration)):
+            losses.append(f"metrics.jsonl does not have every step once: {len(logged)} lines to {logged[-1]}")
+        self.step = state["step"]
+        return losses
+
+    def end(self):
+        if self.process:
+            left_behind(self.mark, 0)
+            self.process.wait()
+            self.process = None
+
+
+class Workers(Chain):
+    """The script with two environment workers. They ignore SIGINT and SIGTERM, which are the parent's to answer."""
+
+    arguments = "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --vec-backend multiprocessing --num-workers 2"
+    victims, iteration = ("script", "worker"), 16 * 8
+
+    def processes(self, target: str) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return parent.children() if target == "worker" else [parent]
+
+    def choose(self, rng: random.Random) -> tuple[str, int]:
+        target, signum = super().choose(rng)
+        return target, KILL if target == "worker" else signum
+
+    def after(self, target: str, signum: int, handles: bool, before) -> dict:
+        if target != "worker":
+            return super().after(target, signum, handles, before)
+        late = [] if wait_until(self.over, 10) else ["not ended within 10 s of its worker"]
+        record = self.settle({1})
+        last = (self.text().rstrip().splitlines() or [""])[-1]
+        if not (last.startswith("error: ") and "worker" in last and "SIGKILL" in last):
+            late.append(f"the last line does not give the reason: {clean(last)}")
+        return record | {"losses": late + record["losses"]}
+
+
+class Ranks(Chain):
+    """Two ranks under torchrun, which starts them again: after the kill of a rank the job must go on by itself."""
+
+    script, launcher = (
+        "ppo_lstm_puffer_ddp.py",
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"],
+    )
+    arguments = f"{Chain.arguments} --dist-timeout 60"
+    victims, limit, struck = ("rank 0", "rank 1", "torchrun"), 60.0, None
+    our_traceback = r'ppo_lstm_puffer_ddp\.py", line'  # torchrun has tracebacks of its own
+
+    def choose(self, rng: random.Random) -> tuple[str, int]:
+        target, signum = super().choose(rng)
+        return "torchrun" if self.struck == self.mark else target, signum  # a job that has restarted is the next to end
+
+    def processes(self, target: str) -> list[psutil.Process]:
+        job, found = psutil.Process(self.process.pid), []
+        for process in job.children():
+            with contextlib.suppress(psutil.Error):
+                found += [process] if process.environ().get("RANK") == target[-1] else []
+        return [job] if target == "torchrun" else found
+
+    def before(self, victim: psutil.Process) -> int:
+        return len(self.steps())
+
+    def after(self, target: str, signum: int, handles: bool, before: int) -> dict:
+        if target == "torchrun":
+            return self.settle({-KILL} if signum == KILL else None)
+        self.struck = self.mark
+        if not wait_until(lambda: any(self.steps()[before:]) or self.over(), 150) or self.over():
+            raise Loss(f"the job did not go on within 150 s; torchrun's exit code: {self.process.poll()}")
+        return {}
+
+
+class Sweep(Chain):
+    """A sweep with two workers, and its trials, which are runs of the script. `step` is the number of complete trials."""
+
+    victims, limit = ("sweep", "trial"), 60.0
+    complete, known = {}, 0
+
+    def command(self) -> list[str]:
+        space = "learning_rate: {distribution: log_normal, min: 0.001, max: 0.1}\ngamma: [0.9, 0.99]\n"
+        (self.work / "space.yaml").write_text(space)
+        words = "--env-id cartpole --space space.yaml --workers 2 --num-trials 100000 --max-cost-seconds 60"
+        words += f" -- {SIZES} {TINY} --total-timesteps 32768"
+        return [str(ROOT / "protein_sweep.py"), "--script", str(ROOT / self.script), *words.split()]
+
+    def trials(self) -> list:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        path = self.work / "sweeps/cartpole__ppo_lstm_puffer/study.db"
+        try:
+            return optuna.load_study(study_name=path.parent.name, storage=f"sqlite:///{path}").get_trials()
+        except Exception as error:  # SQLAlchemy's and Optuna's: there is no study yet, or it was spoilt
+            if self.known:
+                raise Loss(f"the study does not load: {type(error).__name__}: {clean(str(error))[:300]}") from error
+            return []
+
+    def started(self) -> int:
+        return sum("process" in trial.user_attrs for trial in self.trials())
+
+    def ready(self) -> bool:
+        """Whether a trial was started since this start of the sweep."""
+        return bool(self.processes("trial")) and self.started() > self.known
+
+    def processes(self, target: str) -> list[psutil.Process]:
+        sweep, found = psutil.Process(self.process.pid), []
+        for process in sweep.children():
+            with contextlib.suppress(psutil.Error):
+                found += [process] if re.search(r"trials/\d+/run", " ".join(process.cmdline())) else []
+        return found if target == "trial" else [sweep]
+
+    def before(self, victim: psutil.Process) -> int:
+        found = re.search(r"trials/(\d+)/run", " ".join(victim.cmdline()))
+        return int(found[1]) if found else -1
+
+    def after(self, target: str, signum: int, handles: bool, before: int) -> dict:
+        if target == "sweep":
+            return super().after(target, signum, handles, before)
+        wait_until(lambda: self.trials()[before].state.is_finished(), 20)
+        trial, losses = self.trials()[before], self.check()
+        if not (trial.state.name == "COMPLETE" or (trial.state.name == "FAIL" and "failure" in trial.user_attrs)):
+            losses.append(f"trial {before} is {trial.state.name}, not a recorded failure")
+        if self.over():
+            raise Loss(f"the sweep ended with {self.process.returncode}")
+        return {"trial": trial.user_attrs.get("failure", "complete")[-200:], "step": self.step, "losses": losses}
+
+    def check(self) -> list[str]:
+        """The study loads, and of its complete trials none is lost or changed."""
+        trials = self.trials()
+        done = {trial.number: (trial.value, trial.params, trial.user_attrs) for trial in trials if trial.state.name == "COMPLETE"}
+        lost = [number for number, content in self.complete.items() if done.get(number) != content]
+        self.known, self.complete, self.step = self.started(), done, len(done)
+        return [f"complete trials lost or changed: {lost}"] if lost else []
+
+
+KINDS = {"script": (Chain, 112), "workers": (Workers, 35), "ddp": (Ranks, 31), "sweep": (Sweep, 31)}
+
+
+def kills(args) -> list[dict]:
+    """Goes on up to the number of kills of each kind. Returns the new records."""
+    file, made = args.out / "kills.jsonl", []
+    wanted = {kind: args.count or count for kind, (_, count) in KINDS.items() if args.only in (None, kind)}
+    done = collections.Counter(record["kind"] for record in read_lines(file))
+    append_line(file, facts())
+    with progress_bar() as bar, contextlib.ExitStack() as last:
+        for kind, count in wanted.items():
+            task, chain = bar.add_task(kind, total=count, completed=min(count, done[kind])), None
+            for number in range(done[kind], count):
+                if chain is None:
+                    chain = KINDS[kind][0](args.work / f"{kind}{number}")
+                    last.callback(chain.end)  # after Ctrl-C too
+                record = {"kind": kind, "n": number} | chain.fault(random.Random(f"{args.seed} {kind} {number}"))
+                append_line(file, record)
+                made.append(record)
+                words = " ".join(str(record.get(key, "-")) for key in ("target", "signal", "phase", "code", "seconds", "step"))
+                bar.console.print(f"{kind} {number + 1}/{count}: {words} {record['losses'] or ''}", markup=False)
+                bar.update(task, advance=1, refresh=True)
+                if record["losses"]:  # its folder stays as it is, to be looked at
+                    chain.end()
+                    chain = None
+            last.close()
+    return made
+
+
+def inputs(args) -> list[dict]:
+    """Goes on through the examples of each kind. Returns the new records."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before the imports: what forks has one thread
+    import malformed
+
+    base, file, made = malformed.make_base(args.work / "base"), args.out / "inputs.jsonl", []
+    done = collections.Counter(record["kind"] for record in read_lines(file))
+    append_line(file, facts())
+    with progress_bar() as bar:
+        for kind, examples in malformed.drawn_inputs(args.only).items():
+            examples = examples[: args.count]
+            task = bar.add_task(kind, total=len(examples), completed=min(done[kind], len(examples)))
+            for number, example in list(enumerate(examples))[done[kind] :]:
+                record = {"kind": kind, "n": number} | malformed.give(kind, example, args.work / f"{kind}{number}", base)
+                append_line(file, record)
+                made.append(record)
+                if record["violation"]:
+                    bar.console.print(f"{kind} {number}: {record['violation']}: {record['input'][:150]}", markup=False)
+                bar.update(task, advance=1, refresh=number % 10 == 0)
+    return made
+
+
+# SOAK ---------------------------------------------------------------------------------------------------------------------
+
+
+def soak(args):
+    """One run of Breakout with everything at its default, watched from outside."""
+    command = [sys.executable, str(ROOT / "ppo_lstm_puffer.py"), "--total-timesteps", "1_000_000_000_000", "--output-dir", "soak"]
+    samples, seconds, lines = [], 3600 * args.hours, []
+    with (args.work / "soak.log").open("w") as log, progress_bar() as bar:
+        process = subprocess.Popen(command, cwd=args.work, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        task, start = bar.add_task("soak", total=int(seconds)), time.monotonic()
+        try:
+            while (now := time.monotonic() - start) < seconds and process.poll() is None:
+                one = psutil.Process(process.pid)
+                for path in args.work.glob("soak/*/metrics.jsonl"):
+                    lines = read_lines(path)
+                step, cpu = lines[-1]["step"] if lines else 0, sum(one.cpu_times()[:2])
+                samples.append(
+                    [round(now, 1), round(one.memory_info().rss / 2**20, 2), one.num_threads(), one.num_fds(), step, cpu]
+                )
+                bar.update(task, completed=int(now), refresh=True)
+                time.sleep(min(10.0, seconds / 30))
+        finally:
+            process.terminate()
+            code = process.wait(300)  # a step that is being compiled is finished first
+    # By seconds of the processor: whatever else runs on the machine must not look like a drift of this.
+    every = max(1, len(samples) // 60)
+    means = [(a[0], (b[4] - a[4]) / (b[5] - a[5])) for a, b in zip(samples[::every], samples[every::every])]
+    speed = [[time_, round(value)] for time_, value in means if value]
+    content = facts() | {"hours": args.hours, "code": code, "steps": samples[-1][4], "samples": samples, "speed": speed}
+    (args.out / "soak.json").write_text(json.dumps(content) + "\n")
+    print("\n".join(soak_lines(content)))
+
+
+def soak_lines(content: dict) -> list[str]:
+    """The verdict, on all but the first sixth of the time (compilation, first allocations)."""
+    import numpy as np
+
+    samples, speed = (np.array(content[name], float) for name in ("samples", "speed"))
+    samples, speed = (points[points[:, 0] >= points[-1, 0] / 6] for points in (samples, speed))
+    slope = 3600 * np.polyfit(samples[:, 0], samples[:, 1], 1)[0]
+    change = 100 * 3600 * np.polyfit(speed[:, 0], speed[:, 1], 1)[0] / speed[:, 1].mean()
+    threads, files = (f"{column.min():.0f} to {column.max():.0f}" for column in samples.T[2:4])
+    return [
+        f"Breakout for {60 * content['hours']:.0f} minutes, {content['steps'] / 1e6:.1f} M steps, ended by SIGTERM with exit code {content['code']}. After the first sixth of the time:",
+        "",
+        f"- memory: {samples[0, 1]:.1f} MiB at first, {samples[-1, 1]:.1f} at last, {samples[:, 1].max():.1f} at most; slope {slope:+.2f} MiB per hour",
+        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor; slope {change:+.2f} % per hour",
+        f"- threads: {threads}; open files: {files}",
+    ]
+
+
+def soak_figure(content: dict, path: pathlib.Path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    samples, speed = np.array(content["samples"], float), np.array(content["speed"], float)
+    figure, axes = plt.subplots(3, 1, figsize=(7, 5), sharex=True, layout="constrained")
+    axes[0].plot(samples[:, 0] / 60, samples[:, 1], color="#0072B2")
+    for column, name, color in ((2, "threads", "#0072B2"), (3, "open files", "#D55E00")):
+        axes[1].plot(samples[:, 0] / 60, samples[:, column], color=color, label=name)
+    axes[2].plot(speed[:, 0] / 60, speed[:, 1] / 1000, color="#0072B2", lw=0.8)
+    axes[1].legend(frameon=False)
+    for ax, label in zip(axes, ("memory, MiB", "", "1000 steps per CPU s")):
+        ax.set(ylabel=label, ylim=(0, None))
+    axes[2].set_xlabel("minutes")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# REPORT -------------------------------------------------------------------------------------------------------------------
+
+
+def table(header: list[str], rows: list[list]) -> list[str]:
+    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)] + [""]
+
+
+def of_kills(killed: list[dict]) -> list[str]:
+    losses = [record for record in killed if record["losses"]]
+    lines = ["## Kills", "", f"`python benchmark/faults.py kills`: {len(killed)} kills, {len(losses)} losses.", ""]
+    rows = []
+    for kind, target in dict.fromkeys((record["kind"], record["target"]) for record in killed):
+        some = [record for record in killed if (record["kind"], record["target"]) == (kind, target)]
+        signals = collections.Counter(record["signal"] for record in some)
+        seconds = sorted(record["seconds"] for record in some if "seconds" in record) or [float("nan")]
+        row = [kind, target, signals["SIGKILL"], signals["SIGTERM"], signals["SIGINT"]]
+        rows.append([*row, f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}", sum(bool(one["losses"]) for one in some)])
+    spread = "seconds until it had ended, or gone on: median, most"
+    lines += table(["kind", "victim", "SIGKILL", "SIGTERM", "SIGINT", spread, "losses"], rows)
+    phases = [phase for phase, _ in collections.Counter(record["phase"] for record in killed).most_common()]
+    hits = {kind: collections.Counter(record["phase"] for record in killed if record["kind"] == kind) for kind in KINDS}
+    lines += ["What the victim was doing, by its stack:", ""]
+    lines += table(["kind", *phases], [[kind, *(hit[phase] or "" for phase in phases)] for kind, hit in hits.items()])
+    lines += ["`unknown`: an interpreter that py-spy could not read, most of them not up yet; `end`: after the training loop.", ""]
+    notes = collections.Counter(record["note"] for record in killed if "note" in record)
+    lines += [f"{count} times: {note}." for note, count in notes.items()] + [""] * bool(notes)
+    for record in losses:
+        where = f"{record['kind']} {record['n']}, {record['signal']} to {record['target']} in {record['phase']}"
+        lines.append(f"- loss: {where}: {'; '.join(record['losses'])}")
+    return lines + [""] * bool(losses)
+
+
+def of_inputs(given: list[dict]) -> list[str]:
+    wrong = [record for record in given if record["violation"]]
+    lines = ["## Malformed input", "", f"`python benchmark/faults.py inputs`: {len(given)} inputs, {len(wrong)} violations.", ""]
+    rows = []
+    for kind in dict.fromkeys(record["kind"] for record in given):
+        some = [record for record in given if record["kind"] == kind]
+        codes = collections.Counter(record["code"] for record in some)
+        others = ", ".join(f"{code}: {count}" for code, count in codes.items() if code not in (0, 1, 2))
+        rows.append([kind, len(some), codes[2], codes[1], codes[0], others, sum(bool(record["violation"]) for record in some)])
+    header = ["kind", "inputs", "refused (exit code 2)", "failed with a reason (1)", "ran (0)", "other exit codes", "violations"]
+    lines += table(header, rows)
+    for violation, count in collections.Counter(record["violation"] for record in wrong).most_common():
+        first = next(record for record in wrong if record["violation"] == violation)
+        lines.append(f"- {count} times {violation}; the first: {first['kind']} {first['n']}: `{first['input'][:200]}`")
+    return lines + [""] * bool(wrong)
+
+
+def report(args):
+    """report.md, from whatever there is."""
+    lines = ["# Faults on purpose", "", "Made by `benchmark/faults.py`, which says what must hold.", ""]
+    records = {name: read_lines(args.out / f"{name}.jsonl") for name in ("kills", "inputs")}
+    made = [record for some in records.values() for record in some if record["kind"] == "facts"]
+    for name, section in (("kills", of_kills), ("inputs", of_inputs)):
+        if some := [record for record in records[name] if record["kind"] != "facts"]:
+            lines += section(some)
+    if (args.out / "soak.json").exists():
+        content = json.loads((args.out / "soak.json").read_text())
+        made.append(content)
+        soak_figure(content, args.out / "soak.png")
+        lines += ["## Soak", "", f"`python benchmark/faults.py soak --hours {content['hours']:g}`: ", "", *soak_lines(content), ""]
+        lines += ["![memory, threads, open files and speed over time](soak.png)", ""]
+    if (args.out / "notes.md").exists():
+        lines += ["## What was found", "", (args.out / "notes.md").read_text().strip(), ""]
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in made))
+    versions = ", ".join(dict.fromkeys(f"{name} {version}" for record in made for name, version in record["versions"].items()))
+    lines += ["## Versions", "", f"Commit {commits}; {versions}."]
+    (args.out / "report.md").write_text("\n".join(lines) + "\n")
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["kills", "inputs", "soak", "report"])
+    parser.add_argument("--only", help="one kind of kills or of inputs")
+    parser.add_argument("--count", type=int, help="how many of each kind there shall be")
+    parser.add_argument("--seed", type=int, default=1, help="of the kills: victims, signals, moments")
+    parser.add_argument("--hours", type=float, default=1.0, help="of the soak")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmark/reports/faults")
+    parser.add_argument("--work", type=pathlib.Path, help="where the runs are written, and stay; default: a temporary folder")
+    args = parser.parse_args(words)
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        args.work = (args.work or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))).resolve()
+        args.work.mkdir(parents=True, exist_ok=True)
+        sys.path.insert(0, str(ROOT))
+        os.chdir(args.work)  # importing PufferLib leaves a link in the working folder
+        made = {"kills": kills, "inputs": inputs, "soak": soak, "report": report}[args.what](args)
+        os.chdir(ROOT)
+    return 1 if any(record.get("losses") or record.get("violation") for record in made or []) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""A few faults of benchmark/faults.py's, for real: kills and malformed inputs without a loss, and that a loss would be seen."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import faults
+
+
+def records(folder, *words) -> list[dict]:
+    """What a campaign leaves, each of which starts with the facts."""
+    command = [sys.executable, str(ROOT / "benchmark/faults.py"), *words, "--out", str(folder), "--work", str(folder / "work")]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    first, *rest = faults.read_lines(folder / f"{words[0]}.jsonl")
+    assert first["kind"] == "facts" and first["versions"]["torch"]
+    assert result.returncode == 0, f"{rest}\n{result.stderr}"
+    return rest
+
+
+def test_three_kills_have_no_losses(tmp_path):
+    made = records(tmp_path, "kills", "--only", "script", "--count", "3")
+    assert [record["n"] for record in made] == [0, 1, 2] and not any(record["losses"] for record in made)
+    assert {record["code"] for record in made} <= {-9, 143, 130, -15, -2}
+    assert made[-1]["step"] > 0, "the second got to a checkpoint"
+
+
+def test_ten_damaged_checkpoints_have_no_violations(tmp_path):
+    made = records(tmp_path, "inputs", "--only", "checkpoint", "--count", "10")
+    assert len(made) == 10 and not any(record["violation"] for record in made)
+    faults.main(["report", "--out", str(tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    assert "10 inputs, 0 violations" in text and str(ROOT) not in text and str(tmp_path) not in text
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A chain whose run logged three iterations after its checkpoint at 2048, and left metrics and that output."""
+    chain = faults.Chain(tmp_path / "chain")
+    chain.step, chain.output = 2048, chain.work / "output1"
+    return chain
+
+
+def test_a_run_that_goes_on_elsewhere_is_a_loss(run):
+    run.output.write_text("run: out/x\nstep=4096 time=1\nstep=5120 time=2\n")  # one iteration left out
+    assert any("went on at step 4096" in loss for loss in run.check())
+
+
+def test_a_lost_checkpoint_is_a_loss(run):
+    run.output.write_text("run: out/x\nstep=3072 time=1\nstep=4096 time=2\n")
+    assert run.check() == ["no checkpoint"]
+
+
+def test_stacks_say_what_a_process_was_doing():
+    where = dict((name, number) for number, name in faults.sections("ppo_lstm_puffer.py"))
+    assert list(where) == ["start", "rollout", "update", "log", "end"]
+    frame = {"name": "train", "filename": "ppo_lstm_puffer.py", "line": where["update"] + 1}
+    assert faults.phase_of([{"name": "step", "filename": "adam.py", "line": 1}, frame]) == "update"
+    assert faults.phase_of([{"name": "Run.save_checkpoint", "filename": "ppo_lstm_puffer.py", "line": 1}, frame]) == "checkpoint"
+    assert faults.phase_of([{"name": "<module>", "filename": "torch/__init__.py", "line": 1}]) == "start"
+
+
+def test_numbers_of_the_soak_are_slopes():
+    samples = [[10.0 * i, 100 + i / 36, 5, 7, 0, 0] for i in range(361)]  # 10 MiB in an hour
+    content = {"hours": 1, "code": 143, "steps": 10**6, "samples": samples, "speed": [[10.0 * i, 1000] for i in range(361)]}
+    text = json.dumps(faults.soak_lines(content))
+    assert "+10.00 MiB per hour" in text and "+0.00 % per hour" in text and "open files: 7 to 7" in text
