@@ -6,14 +6,18 @@ import sys
 import numpy as np
 import psutil
 import pytest
+import torch
 import yaml
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 
+import ablate
 import ceiling
 import report
 import run
+
+import ppo_lstm_puffer as ppo
 
 TINY = [
     "--num-envs", "16", "--num-steps", "16", "--minibatch-size", "128", "--hidden-size", "32", "--log-interval", "1", "--no-compile",
@@ -285,3 +289,51 @@ def test_ceiling_measures_products(tmp_path, monkeypatch):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert all(speeds["bfloat16"] > 0 and speeds["float32"] > 0 for speeds in metrics["ceiling"].values())
     assert {tuple(product["shape"]) for product in metrics["products"]} == {(64, 64, 64), (32, 64, 128)}
+
+
+# Ablations: what is taken out is out, and nothing else.
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Takes a part out, until the end of the test."""
+    for name in ("lstm_forward", "lstm_backward", "compute_advantages"):
+        monkeypatch.setattr(ppo, name, getattr(ppo, name))
+    return lambda part: ablate.PARTS[part]()
+
+
+def advantages(ratio: float = 0.5, next_value: float = 7.0) -> torch.Tensor:
+    values, rewards, valid = torch.arange(8.0).view(4, 2), torch.ones(4, 2), torch.ones(4, 2)
+    return ppo.compute_advantages(
+        values, torch.full((2,), next_value), rewards, torch.zeros(5, 2), valid, torch.full((4, 2), ratio), 0.9, 0.8, 1.0, 1.0
+    )
+
+
+def test_without_bootstrap_the_last_advantage_is_zero_and_the_next_value_is_not_seen(without):
+    assert (advantages()[-1] != 0).all() and not torch.equal(advantages(next_value=7.0), advantages(next_value=8.0))
+    without("bootstrap")
+    assert (advantages()[-1] == 0).all() and (advantages()[:-1] != 0).any()
+    assert torch.equal(advantages(next_value=7.0), advantages(next_value=8.0))
+
+
+def test_without_vtrace_the_ratio_is_not_seen(without):
+    on_policy = advantages(ratio=1.0)
+    assert not torch.equal(advantages(ratio=0.5), on_policy)
+    without("vtrace")
+    assert torch.equal(advantages(ratio=0.5), on_policy)
+
+
+def test_without_reset_the_lstm_runs_on_across_the_ends_of_episodes_in_both_directions(without):
+    torch.manual_seed(0)
+    x, h, c, weight, bias = torch.randn(3, 2, 4), torch.randn(2, 4), torch.randn(2, 4), torch.randn(16, 8), torch.zeros(16)
+    ends = torch.tensor([0.0, 1.0, 0.0]).unsqueeze(1).expand(3, 2)
+
+    def gradients(dones: torch.Tensor) -> list[torch.Tensor]:
+        given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        outputs = ppo.LSTM.apply(given[0], h, c, dones, given[1], bias.clone().requires_grad_())
+        return [outputs.detach(), *torch.autograd.grad(outputs.sum(), given)]
+
+    uninterrupted = gradients(torch.zeros(3, 2))
+    assert not any(map(torch.equal, gradients(ends), uninterrupted))
+    without("reset")
+    assert all(map(torch.equal, gradients(ends), uninterrupted))
