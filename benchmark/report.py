@@ -41,7 +41,7 @@ COLORS = {
     "sample_factory": "#CC79A7",
 }  # Okabe and Ito's
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
-SCORES = {"breakout": (100, 200, 380, 400, 850)}
+SCORES = {"breakout": (100, 200, 380, 400, 850), "environments:CueRecall-v0": (0.5, 0.95)}
 SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
 plt.rcParams |= {
     "axes.spines.top": False,
@@ -232,7 +232,8 @@ def learning_section(cells: list[dict]) -> str:
 def against_pufferl(environments: dict[str, list[dict]]) -> str:
     """Final scores on every environment, the time to PuffeRL's, and the interquartile mean over all of them."""
     rows, worse, quick = [], [], []
-    for env_id, runs in environments.items():
+    both = {env_id: runs for env_id, runs in environments.items() if {"ours", "pufferl"} <= {cell["name"] for cell in runs}}
+    for env_id, runs in both.items():
         ours, theirs = (group_by(runs, "name")[name] for name in ("ours", "pufferl"))
         low, high = first_score(runs), float(np.median(list(map(last_score, theirs))))
         target = low + 0.99 * (high - low)
@@ -244,7 +245,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
         finals = [list(map(last_score, some)) for some in (ours, theirs)]
         rows.append([env_id, number(low), *map(spread, finals), number(seconds), number(of_theirs), number(seconds / of_theirs)])
     head = ["environment", "untrained", "ours", "PuffeRL", "seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
-    scores = {name: normalized_scores(environments, name) for name in ("ours", "pufferl")}
+    scores = {name: normalized_scores(both, name) for name in ("ours", "pufferl")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # arch's, about the way in which rliable seeds it
         points, intervals = rliable.library.get_interval_estimates(
@@ -259,6 +260,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
 {table(head, rows)}
 The target: no environment worse, and half of PuffeRL's final scores reached in a third of its time. Worse: {", ".join(worse) or "none"}.
 In a third of the time or less: {len(quick)} of {len(rows)}{": " if quick else ""}{", ".join(quick)}.
+{"" if both == environments else "Not compared, because one of the two logged no score in that time: " + ", ".join(set(environments) - set(both)) + "."}
 
 The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval (rliable; Agarwal et al. 2021).
 0 is the score of the untrained, 1 the best final score of any run here.
