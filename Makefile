@@ -96,7 +96,9 @@ benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for e
 
 report: setup  ## make the reports in benchmark/reports again from their stored JSON
 	for folder in benchmark/reports/*/cells; do $(PY) benchmark/report.py $$(dirname $$folder) || exit 1; done
+	$(PY) benchmark/credit.py --report
 	$(PY) benchmark/sweep.py --report-only
+	$(PY) benchmark/faults.py report
 
 video: setup  ## draw the newest Breakout run playing, in benchmark/reports/pictures/breakout.gif; or: make video ARGS="runs/RUN --out game.gif"
 	$(PY) benchmark/video.py $(ARGS)

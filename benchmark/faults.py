@@ -557,7 +557,7 @@ def table(header: list[str], rows: list[list]) -> list[str]:
 
 def of_kills(killed: list[dict]) -> list[str]:
     losses = [record for record in killed if record["losses"]]
-    lines = ["## Kills", "", f"`python benchmark/faults.py kills`: {len(killed)} kills, {len(losses)} losses.", ""]
+    lines = ["## Kills", "", f"`python benchmark/faults.py kills`: {len(killed)} kills, losses: {len(losses)}.", ""]
     rows = []
     for kind, target in dict.fromkeys((record["kind"], record["target"]) for record in killed):
         some = [record for record in killed if (record["kind"], record["target"]) == (kind, target)]
@@ -582,7 +582,7 @@ def of_kills(killed: list[dict]) -> list[str]:
 
 def of_inputs(given: list[dict]) -> list[str]:
     wrong = [record for record in given if record["violation"]]
-    lines = ["## Malformed input", "", f"`python benchmark/faults.py inputs`: {len(given)} inputs, {len(wrong)} violations.", ""]
+    lines = ["## Malformed input", "", f"`python benchmark/faults.py inputs`: {len(given)} inputs, violations: {len(wrong)}.", ""]
     rows = []
     for kind in dict.fromkeys(record["kind"] for record in given):
         some = [record for record in given if record["kind"] == kind]

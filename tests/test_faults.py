@@ -34,7 +34,7 @@ def test_ten_damaged_checkpoints_have_no_violations(tmp_path):
     assert len(made) == 10 and not any(record["violation"] for record in made)
     faults.main(["report", "--out", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
-    assert "10 inputs, 0 violations" in text and str(ROOT) not in text and str(tmp_path) not in text
+    assert "10 inputs, violations: 0" in text and str(ROOT) not in text and str(tmp_path) not in text
 
 
 @pytest.fixture
