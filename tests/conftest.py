@@ -1,8 +1,11 @@
 """What the tests share: running the script as a user would, in a process of its own, and reading what it left."""
 
 import json
+import multiprocessing
 import os
 import pathlib
+import runpy
+import shlex
 import subprocess
 import sys
 
@@ -57,6 +60,31 @@ def start_script(*arguments: str, cwd, launcher=PYTHON, small: bool = True, scri
     """Starts the script and returns at once: for tests that kill it."""
     options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
     return subprocess.Popen(command_of(*arguments, launcher=launcher, small=small, script=script), cwd=cwd, **options)
+
+
+def run_in_a_fork(script, arguments: list[str], folder, timeout: float = 60) -> str:
+    """Runs a script as `python script arguments` in folder, and returns what it printed: quick, and a C environment may
+    crash it. Asserts that it succeeds."""
+    import torch._dynamo  # what the script imports late and slowly: here once, so that the forks need not
+    import torch.utils.tensorboard  # noqa: F401
+
+    output = pathlib.Path(folder, "output")
+
+    def target():
+        os.chdir(folder)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file
+            sys.argv = [str(script), *arguments]
+            runpy.run_path(str(script), run_name="__main__")
+
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    process.join(timeout)
+    process.kill()
+    assert process.exitcode == 0, f"{script} {shlex.join(arguments)}: exit code {process.exitcode}\n{output.read_text()}"
+    return output.read_text()
 
 
 def newest_run(cwd) -> pathlib.Path:

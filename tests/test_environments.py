@@ -1,32 +1,15 @@
 """Every kind of environment trains for two iterations: Ocean's, Gymnasium's, PettingZoo's; every space; every vectorization."""
 
 import json
-import multiprocessing
-import os
 import pathlib
-import sys
 
 import pufferlib
 import pytest
-import torch._dynamo  # this and TensorBoard are slow to import: here once, so that the forked runs need not
-import torch.utils.tensorboard  # noqa: F401
-from conftest import newest_run, read_metrics
+from conftest import SCRIPT, newest_run, read_metrics, run_in_a_fork
 
 import ppo_lstm_puffer as ppo
 
 TINY = "--num-steps 8 --minibatch-size 16 --update-epochs 0 --hidden-size 16 --precision float32 --no-compile --log-interval 1"
-REGISTERED_HERE = pathlib.Path(__file__).parent
-
-
-def train_in_this_process(arguments: list[str], output):
-    """The target of a forked process: the script's main, its output in a file."""
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        sys.stdout = sys.stderr = file
-        sys.path[:0] = [str(REGISTERED_HERE), str(REGISTERED_HERE.parent)]
-        sys.argv = ["ppo_lstm_puffer.py", *arguments]
-        sys.exit(ppo.main())
 
 
 @pytest.fixture
@@ -46,12 +29,7 @@ def train(tmp_path, monkeypatch):
             str(2 * agents * 8),
             *arguments.split(),
         ]
-        process = multiprocessing.get_context("fork").Process(target=train_in_this_process, args=(command, tmp_path / "output"))
-        process.start()
-        process.join(timeout)
-        process.kill()
-        output = (tmp_path / "output").read_text()
-        assert process.exitcode == 0, f"exit code {process.exitcode}\n{output}"
+        output = run_in_a_fork(SCRIPT, command, tmp_path, timeout)
         run = newest_run(tmp_path)
         metrics = json.loads((run / "metrics.json").read_text())
         assert (metrics["exit_reason"], metrics["iterations"], metrics["timesteps"]) == ("completed", 2, 2 * agents * 8), output

@@ -9,8 +9,6 @@ reader's are in STANDS_FOR. What cannot be run here is in ELSEWHERE with the rea
 import argparse
 import ast
 import dataclasses
-import multiprocessing
-import os
 import pathlib
 import re
 import runpy
@@ -22,12 +20,10 @@ from typing import Any, Literal
 
 import pufferlib
 import pytest
-import torch._dynamo  # with TensorBoard's, the slow imports: here once, so that the forks need not
 import torch.distributed.run
-import torch.utils.tensorboard
 import tyro
 import yaml
-from conftest import ROOT, SMALL, newest_run
+from conftest import ROOT, SMALL, newest_run, run_in_a_fork
 
 import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_ddp as ddp
@@ -115,27 +111,6 @@ def clone(finished, tmp_path, monkeypatch):
     best.write_text(yaml.safe_dump({"env_id": "breakout", "learning_rate": 0.01}))
     monkeypatch.chdir(tmp_path)
     return run
-
-
-def run_in_a_fork(script, arguments: list[str], folder, timeout: float = 60) -> str:
-    """Runs a script as `python script arguments` in folder, and returns what it printed. Asserts that it succeeds."""
-    output = pathlib.Path(folder, "output")
-
-    def target():
-        os.chdir(folder)
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            sys.stdout = sys.stderr = file
-            sys.argv = [str(script), *arguments]
-            runpy.run_path(str(script), run_name="__main__")
-
-    process = multiprocessing.get_context("fork").Process(target=target)
-    process.start()
-    process.join(timeout)
-    process.kill()
-    assert process.exitcode == 0, f"{script} {shlex.join(arguments)}: exit code {process.exitcode}\n{output.read_text()}"
-    return output.read_text()
 
 
 def parse(script: str, words: list[str]):
