@@ -482,16 +482,16 @@ def inputs(args) -> list[dict]:
 def soak(args):
     """One run of Breakout with everything at its default, watched from outside."""
     command = [sys.executable, str(ROOT / "ppo_lstm_puffer.py"), "--total-timesteps", "1_000_000_000_000", "--output-dir", "soak"]
-    samples, seconds, lines = [], 3600 * args.hours, []
+    samples, seconds, step = [], 3600 * args.hours, 0
     with (args.work / "soak.log").open("w") as log, progress_bar() as bar:
         process = subprocess.Popen(command, cwd=args.work, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
         task, start = bar.add_task("soak", total=int(seconds)), time.monotonic()
         try:
             while (now := time.monotonic() - start) < seconds and process.poll() is None:
                 one = psutil.Process(process.pid)
-                for path in args.work.glob("soak/*/metrics.jsonl"):
-                    lines = read_lines(path)
-                step, cpu = lines[-1]["step"] if lines else 0, sum(one.cpu_times()[:2])
+                for logged in re.findall(r"^step=(\d+) ", (args.work / "soak.log").read_text(), re.MULTILINE)[-1:]:
+                    step = int(logged)
+                cpu = sum(one.cpu_times()[:2])
                 samples.append(
                     [round(now, 1), round(one.memory_info().rss / 2**20, 2), one.num_threads(), one.num_fds(), step, cpu]
                 )

@@ -260,7 +260,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
 {table(head, rows)}
 The target: no environment worse, and half of PuffeRL's final scores reached in a third of its time. Worse: {", ".join(worse) or "none"}.
 In a third of the time or less: {len(quick)} of {len(rows)}{": " if quick else ""}{", ".join(quick)}.
-{"" if both == environments else "Not compared, because one of the two logged no score in that time: " + ", ".join(set(environments) - set(both)) + "."}
+{"" if both == environments else "Not compared, because one of the two logged no score in that time: " + ", ".join(env_id for env_id in environments if env_id not in both) + "."}
 
 The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval (rliable; Agarwal et al. 2021).
 0 is the score of the untrained, 1 the best final score of any run here.

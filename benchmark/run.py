@@ -75,7 +75,8 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
         if program["program"] not in PROGRAMS:
             raise ValueError(f"{group['name']}, {name}: program {program['program']}: must be one of {', '.join(PROGRAMS)}")
         cell = {
-            "group": group["name"], "kind": group["kind"], "name": str(name), "program": program["program"], "env_id": env_id, "x": program.get("x"), "x_label": group.get("x_label"), "duration": group.get("duration"), "cold": group.get("cold", False),
+            "group": group["name"], "kind": group["kind"], "name": str(name), "program": program["program"], "env_id": env_id,
+            "x": program.get("x"), "x_label": group.get("x_label"), "duration": group.get("duration"), "cold": group.get("cold", False),
             "environment": {key: str(value) for key, value in program.get("env", {}).items()},
             "cores": program.get("cores", cores), "timeout": group.get("timeout", group.get("duration", 3000) + 600),
         }  # fmt: skip
