@@ -502,8 +502,8 @@ def soak(args):
             code = process.wait(300)  # a step that is being compiled is finished first
     # By seconds of the processor: whatever else runs on the machine must not look like a drift of this.
     every = max(1, len(samples) // 60)
-    means = [(a[0], (b[4] - a[4]) / (b[5] - a[5])) for a, b in zip(samples[::every], samples[every::every])]
-    speed = [[time_, round(value)] for time_, value in means if value]
+    pairs = [(a, b) for a, b in zip(samples[::every], samples[every::every]) if b[4] > a[4] and b[5] > a[5]]
+    speed = [[a[0], round((b[4] - a[4]) / (b[5] - a[5]))] for a, b in pairs]
     content = facts() | {"hours": args.hours, "code": code, "steps": samples[-1][4], "samples": samples, "speed": speed}
     (args.out / "soak.json").write_text(json.dumps(content) + "\n")
     print("\n".join(soak_lines(content)))
