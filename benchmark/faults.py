@@ -27,6 +27,7 @@ import random
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -479,12 +480,27 @@ def inputs(args) -> list[dict]:
 # SOAK ---------------------------------------------------------------------------------------------------------------------
 
 
+def machine_speed() -> float:
+    """Fixed pieces of work (a product, a pass over memory) per second of the processor: how fast the machine is at this moment.
+
+    On a shared machine the same instructions take longer while neighbours are busy, by the processor's clock too.
+    """
+    import numpy as np
+
+    matrix, vector = np.ones((384, 384), np.float32), np.ones(1 << 20, np.float32)
+    start = time.process_time()
+    for _ in range(10):
+        matrix @ matrix, np.tanh(vector)
+    return 10 / (time.process_time() - start)
+
+
 def soak(args):
     """One run of Breakout with everything at its default, watched from outside."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # the run's, and here numpy's: not imported yet
     command = [sys.executable, str(ROOT / "ppo_lstm_puffer.py"), "--total-timesteps", "1_000_000_000_000", "--output-dir", "soak"]
     samples, seconds, step = [], 3600 * args.hours, 0
     with (args.work / "soak.log").open("w") as log, progress_bar() as bar:
-        process = subprocess.Popen(command, cwd=args.work, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=args.work, stdout=log, stderr=log)
         task, start = bar.add_task("soak", total=int(seconds)), time.monotonic()
         try:
             while (now := time.monotonic() - start) < seconds and process.poll() is None:
@@ -492,18 +508,22 @@ def soak(args):
                 for logged in re.findall(r"^step=(\d+) ", (args.work / "soak.log").read_text(), re.MULTILINE)[-1:]:
                     step = int(logged)
                 cpu = sum(one.cpu_times()[:2])
-                samples.append(
-                    [round(now, 1), round(one.memory_info().rss / 2**20, 2), one.num_threads(), one.num_fds(), step, cpu]
-                )
+                memory = round(one.memory_info().rss / 2**20, 2)
+                samples.append([round(now, 1), memory, one.num_threads(), one.num_fds(), step, cpu, machine_speed()])
                 bar.update(task, completed=int(now), refresh=True)
                 time.sleep(min(10.0, seconds / 30))
         finally:
             process.terminate()
             code = process.wait(300)  # a step that is being compiled is finished first
-    # By seconds of the processor: whatever else runs on the machine must not look like a drift of this.
+    # By seconds of the processor: another program on the same core must not look like a drift of this. Relative to the fixed work: nor
+    # must one on the core beside it.
     every = max(1, len(samples) // 60)
-    pairs = [(a, b) for a, b in zip(samples[::every], samples[every::every]) if b[4] > a[4] and b[5] > a[5]]
-    speed = [[a[0], round((b[4] - a[4]) / (b[5] - a[5]))] for a, b in pairs]
+    speed = []
+    for part in (samples[i : i + every + 1] for i in range(0, len(samples) - every, every)):
+        first, last = part[0], part[-1]
+        if last[4] > first[4] and last[5] > first[5]:
+            fixed = statistics.mean(sample[6] for sample in part)
+            speed.append([first[0], round((last[4] - first[4]) / (last[5] - first[5])), round(fixed, 3)])
     content = facts() | {"hours": args.hours, "code": code, "steps": samples[-1][4], "samples": samples, "speed": speed}
     (args.out / "soak.json").write_text(json.dumps(content) + "\n")
     print("\n".join(soak_lines(content)))
@@ -516,13 +536,18 @@ def soak_lines(content: dict) -> list[str]:
     samples, speed = (np.array(content[name], float) for name in ("samples", "speed"))
     samples, speed = (points[points[:, 0] >= points[-1, 0] / 6] for points in (samples, speed))
     slope = 3600 * np.polyfit(samples[:, 0], samples[:, 1], 1)[0]
-    change = 100 * 3600 * np.polyfit(speed[:, 0], speed[:, 1], 1)[0] / speed[:, 1].mean()
+    relative = speed[:, 1] / speed[:, 2]
+
+    def drift(values) -> float:
+        return 100 * 3600 * np.polyfit(speed[:, 0], values, 1)[0] / values.mean()
+
     threads, files = (f"{column.min():.0f} to {column.max():.0f}" for column in samples.T[2:4])
     return [
         f"Breakout for {60 * content['hours']:.0f} minutes, {content['steps'] / 1e6:.1f} M steps, ended by SIGTERM with exit code {content['code']}. After the first sixth of the time:",
         "",
         f"- memory: {samples[0, 1]:.1f} MiB at first, {samples[-1, 1]:.1f} at last, {samples[:, 1].max():.1f} at most; slope {slope:+.2f} MiB per hour",
-        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor; slope {change:+.2f} % per hour",
+        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor, slope {drift(speed[:, 1]):+.1f} % per hour; that of a fixed "
+        f"piece of work beside it {drift(speed[:, 2]):+.1f} %; the one relative to the other {drift(relative):+.1f} %",
         f"- threads: {threads}; open files: {files}",
     ]
 
@@ -539,7 +564,10 @@ def soak_figure(content: dict, path: pathlib.Path):
     axes[0].plot(samples[:, 0] / 60, samples[:, 1], color="#0072B2")
     for column, name, color in ((2, "threads", "#0072B2"), (3, "open files", "#D55E00")):
         axes[1].plot(samples[:, 0] / 60, samples[:, column], color=color, label=name)
-    axes[2].plot(speed[:, 0] / 60, speed[:, 1] / 1000, color="#0072B2", lw=0.8)
+    axes[2].plot(speed[:, 0] / 60, speed[:, 1] / 1000, color="#0072B2", lw=0.8, label="training")
+    fixed = speed[:, 2] * speed[:, 1].mean() / speed[:, 2].mean()
+    axes[2].plot(speed[:, 0] / 60, fixed / 1000, color="#D55E00", lw=0.8, label="a fixed piece of work, scaled")
+    axes[2].legend(frameon=False)
     axes[1].legend(frameon=False)
     for ax, label in zip(axes, ("memory, MiB", "", "1000 steps per CPU s")):
         ax.set(ylabel=label, ylim=(0, None))
