@@ -111,7 +111,7 @@ class Args:
     total_timesteps: int = 20_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
     learning_rate: float = 0.015
-    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.001 is a start)"""
+    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.01 is a start)"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
     optimizer: Literal["muon", "adam"] = "muon"
