@@ -254,12 +254,14 @@ class Chain:
         if not wait_until(lambda: process.poll() is not None, self.limit):
             losses.append(f"still running {self.limit:.0f} s after the signal")
         code, end = process.poll(), time.monotonic()
-        if code is not None and (code == 0 if codes is None else code not in codes):
-            losses.append(f"exit code {code}, not {' or '.join(map(str, codes or ['an error']))}")
-        if left := left_behind(self.mark, 10):
-            losses.append(f"left running: {left}")
+        left = left_behind(self.mark, 10)
         process.wait()
         record, text = {"code": code, "gone_s": round(time.monotonic() - end, 2)}, self.text()
+        early = "Fatal Python error: init_" in text  # Ctrl-C while the interpreter starts: no line of the script has run
+        if code is not None and not early and (code == 0 if codes is None else code not in codes):
+            losses.append(f"exit code {code}, not {' or '.join(map(str, codes or ['an error']))}")
+        if left:
+            losses.append(f"left running: {left}")
         if re.search(self.our_traceback, text):
             if code in (-INT, 130, 1) and text.rstrip().endswith("KeyboardInterrupt"):
                 record["note"] = "Python's own KeyboardInterrupt, before the script handles signals"
