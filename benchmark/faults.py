@@ -26,6 +26,7 @@ import pathlib
 import random
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -662,7 +663,10 @@ def main(words: list[str] | None = None) -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        args.work = (args.work or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))).resolve()
+        if not args.work:  # no TemporaryDirectory: the end of a fork would remove it
+            args.work = pathlib.Path(tempfile.mkdtemp(prefix="faults-"))
+            stack.callback(shutil.rmtree, args.work, ignore_errors=True)
+        args.work = args.work.resolve()
         args.work.mkdir(parents=True, exist_ok=True)
         sys.path.insert(0, str(ROOT))
         os.chdir(args.work)  # importing PufferLib leaves a link in the working folder

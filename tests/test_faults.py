@@ -15,8 +15,9 @@ import faults
 
 def records(folder, *words) -> list[dict]:
     """What a campaign leaves, each of which starts with the facts."""
-    command = [sys.executable, str(ROOT / "benchmark/faults.py"), *words, "--out", str(folder), "--work", str(folder / "work")]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(ROOT / "benchmark/faults.py"), *words, "--out", str(folder)]
+    result = subprocess.run(command, env=environment() | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=300)
+    assert not list(folder.glob("faults-*")), "the working folder is removed"
     first, *rest = faults.read_lines(folder / f"{words[0]}.jsonl")
     assert first["kind"] == "facts" and first["versions"]["torch"]
     assert result.returncode == 0, f"{rest}\n{result.stderr}"
