@@ -10,7 +10,7 @@ PRESETS = sorted((ROOT / "benchmark/configs").glob("*.yaml"))
 
 
 def test_there_are_presets():
-    assert len(PRESETS) >= 15
+    assert len(PRESETS) >= 16
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
