@@ -535,22 +535,24 @@ def soak(args):
 def soak_lines(content: dict) -> list[str]:
     """The verdict, on all but the first sixth of the time (compilation, first allocations)."""
     import numpy as np
+    import scipy.stats
 
     samples, speed = (np.array(content[name], float) for name in ("samples", "speed"))
     samples, speed = (points[points[:, 0] >= points[-1, 0] / 6] for points in (samples, speed))
     slope = 3600 * np.polyfit(samples[:, 0], samples[:, 1], 1)[0]
-    relative = speed[:, 1] / speed[:, 2]
 
-    def drift(values) -> float:
-        return 100 * 3600 * np.polyfit(speed[:, 0], values, 1)[0] / values.mean()
+    def drift(values) -> str:
+        """The slope of a straight line, and its standard error, as if points were independent."""
+        line = scipy.stats.linregress(speed[:, 0] / 3600, 100 * values / values.mean())
+        return f"{line.slope:+.1f} ± {line.stderr:.1f} % per hour"
 
     threads, files = (f"{column.min():.0f} to {column.max():.0f}" for column in samples.T[2:4])
     return [
         f"Breakout for {60 * content['hours']:.0f} minutes, {content['steps'] / 1e6:.1f} M steps, ended by SIGTERM with exit code {content['code']}. After the first sixth of the time:",
         "",
         f"- memory: {samples[0, 1]:.1f} MiB at first, {samples[-1, 1]:.1f} at last, {samples[:, 1].max():.1f} at most; slope {slope:+.2f} MiB per hour",
-        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor, slope {drift(speed[:, 1]):+.1f} % per hour; that of a fixed "
-        f"piece of work beside it {drift(speed[:, 2]):+.1f} %; the one relative to the other {drift(relative):+.1f} %",
+        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor; slope {drift(speed[:, 1])} (standard error). That of a fixed "
+        f"piece of work done beside it, {drift(speed[:, 2])}; of the one relative to the other, {drift(speed[:, 1] / speed[:, 2])}",
         f"- threads: {threads}; open files: {files}",
     ]
 
