@@ -101,7 +101,7 @@ def interval(statistic: Callable, *samples: list[float]) -> str:
     if min(map(len, samples)) < 2 or not np.isfinite(np.concatenate(samples)).all():
         return "-"
     ci = scipy.stats.bootstrap(samples, statistic, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-    return f"{ci.low:.2f} to {ci.high:.2f}"
+    return f"{number(ci.low)} to {number(ci.high)}"
 
 
 def ratios(cells: list[dict], reference: str, other: str) -> list[float]:
@@ -243,8 +243,11 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
         worse += [env_id] if np.median(list(map(last_score, ours))) < target else []
         quick += [env_id] if seconds <= of_theirs / 3 else []
         finals = [list(map(last_score, some)) for some in (ours, theirs)]
-        rows.append([env_id, number(low), *map(spread, finals), number(seconds), number(of_theirs), number(seconds / of_theirs)])
-    head = ["environment", "untrained", "ours", "PuffeRL", "seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
+        lead = interval(lambda a, b, axis: a.mean(axis) - b.mean(axis), *finals)
+        times = map(number, (seconds, of_theirs, seconds / of_theirs))
+        rows.append([env_id, number(low), *map(spread, finals), lead, *times])
+    head = ["environment", "untrained", "ours", "PuffeRL", "ours - PuffeRL"]
+    head += ["seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
     scores = {name: normalized_scores(both, name) for name in ("ours", "pufferl")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # arch's, about the way in which rliable seeds it
@@ -255,7 +258,8 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
         [NAMES.get(name, name), f"{points[name][0]:.2f}", "{:.2f} to {:.2f}".format(*intervals[name][:, 0]), str(len(scores[name]))]
         for name in scores
     ]
-    return f"""Final scores: median (least to most, number of runs). A final score counts as reached 1 % below it, of the way from the untrained.
+    return f"""Final scores: median (least to most, number of runs); ours - PuffeRL: 95 % bootstrap interval of the difference of the means. A final
+score counts as reached 1 % below it, of the way from the untrained.
 
 {table(head, rows)}
 The target: no environment worse, and half of PuffeRL's final scores reached in a third of its time. Worse: {", ".join(worse) or "none"}.
