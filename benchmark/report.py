@@ -40,7 +40,7 @@ COLORS = {
     "sb3": "#009E73",
     "sample_factory": "#CC79A7",
 }  # Okabe and Ito's
-MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
+MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850), "environments:CueRecall-v0": (0.5, 0.95)}
 SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
 plt.rcParams |= {
@@ -425,7 +425,7 @@ def plot_learning(cells: list[dict], path: pathlib.Path):
                 axis.axhline(score, color="gray", linestyle=":", linewidth=1)
             axis.set(xlabel=x_label, xlim=(0, None))
         row[0].set(ylabel=f"{env_id}: mean score", ylim=(lowest, None))
-        row[1].legend(loc="lower right")
+        row[0].legend(loc="best")
     save(figure, path)
 
 
