@@ -1,6 +1,6 @@
 """Faults on purpose: runs, jobs and sweeps are killed at random moments, and the scripts are fed malformed input.
 
-    python benchmark/faults.py kills                        # 209 kills, about an hour on one core
+    python benchmark/faults.py kills                        # 209 kills, a quarter of an hour or more on one core
     python benchmark/faults.py kills --only ddp --count 40  # one kind: script, workers, ddp, sweep; up to 40 of it
     python benchmark/faults.py inputs                       # 720 malformed inputs (benchmark/malformed.py), some minutes
     python benchmark/faults.py soak --hours 1               # memory, threads, files and speed of one long run

@@ -56,6 +56,14 @@ def test_a_lost_checkpoint_is_a_loss(run):
     assert run.check() == ["no checkpoint"]
 
 
+@pytest.mark.parametrize("said, losses", [("Fatal Python error: init_import_site", 0), ("error: something", 1)])
+def test_ctrl_c_while_the_interpreter_starts_is_answered_by_python(run, said, losses):
+    run.step, run.mark = 0, "nothing has this mark"
+    run.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    run.output.write_text(f"{said}\nKeyboardInterrupt\n")
+    assert len(run.settle({-2, 130})["losses"]) == losses
+
+
 def test_stacks_say_what_a_process_was_doing():
     where = dict((name, number) for number, name in faults.sections("ppo_lstm_puffer.py"))
     assert list(where) == ["start", "rollout", "update", "log", "end"]
