@@ -288,18 +288,28 @@ def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndar
 
 
 def ranks_section(cells: list[dict]) -> str:
-    """The first program is one rank on a core; another's efficiency is its speed by its number of ranks, x, times the first's."""
-    names, rows = group_by(cells, "name"), []
-    base = next(iter(names))
-    for name, some in names.items():
-        paired, x = ratios(cells, name, base), some[0]["x"]
-        share = spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %") if x else "-"
-        efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"
-        rows.append(
-            [name, spread([cell["sps_steady"] for cell in some]), spread(paired) if name != base else "-", efficiency, share]
-        )
-    head = ["", "steps/s", f"times {base}, paired", "of ideal scaling from it", "waiting for sums over ranks"]
-    return f"Two cores; in turn, so that the machine's drift hurts all alike.\n\n{table(head, rows)}"
+    """The first program of a group is one rank on a core; another's efficiency is its speed by its number of ranks, x, times the first's."""
+    parts = ["Two cores; in turn, so that the machine's drift hurts all alike.\n"]
+    for group, runs in group_by(cells, "group").items():
+        names, rows = group_by(runs, "name"), []
+        base = next(iter(names))
+        for name, some in names.items():
+            paired, x = ratios(runs, name, base), some[0]["x"]
+            share = spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %") if x else "-"
+            efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"
+            sizes = " / ".join(f"{some[0]['arguments'][key]:,}" for key in ("num_envs", "minibatch_size"))
+            speed = spread([cell["sps_steady"] for cell in some])
+            rows.append([name, sizes, speed, spread(paired) if name != base else "-", efficiency, share])
+        head = [
+            "",
+            "environments / minibatch",
+            "steps/s",
+            f"times {base}, paired",
+            "of ideal scaling from it",
+            "waiting for sums over ranks",
+        ]
+        parts.append(f"**{group}**\n\n{table(head, rows)}")
+    return "\n".join(parts)
 
 
 def startup_section(cells: list[dict]) -> str:

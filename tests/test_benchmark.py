@@ -198,13 +198,19 @@ def variant(cell: dict, **changes) -> dict:
 
 def test_efficiency_of_ranks_is_their_speed_by_their_number_times_that_of_one():
     cells = []
-    for seed, speeds in ((1, (100, 190, 160)), (2, (80, 160, 120))):
+    rounds = (("small", 1, (100, 190, 160)), ("small", 2, (80, 160, 120)), ("large", 1, (200, 400, 220)))
+    for group, seed, speeds in rounds:
         for (name, x), speed in zip({"one": 1, "two ranks": 2, "threads": None}.items(), speeds):
-            cell = {"group": "ranks", "env_id": "breakout", "seed": seed, "name": name, "x": x, "sps_steady": float(speed)}
+            cell = {"group": group, "env_id": "breakout", "seed": seed, "name": name, "x": x, "sps_steady": float(speed)}
+            cell["arguments"] = {"num_envs": 512, "minibatch_size": 4096}
             cells.append(cell | {"phase_shares": {"reduce": 0.05 * (x or 0)}})
-    lines = {line.split(" | ")[0].strip("| "): line for line in report.ranks_section(cells).splitlines() if line.startswith("|")}
-    assert "| 1.95 (1.9 to 2, n = 2) | 0.975 (0.95 to 1, n = 2) | 10 % (10 to 10, n = 2) |" in lines["two ranks"]
-    assert lines["threads"].endswith("| 1.55 (1.5 to 1.6, n = 2) | - | - |")
+    small, large = report.ranks_section(cells).split("**small**")[1].split("**large**")
+    assert (
+        "| two ranks | 512 / 4,096 | 175 (160 to 190, n = 2) | 1.95 (1.9 to 2, n = 2) | 0.975 (0.95 to 1, n = 2) | 10 % (10 to 10, n = 2) |"
+        in small
+    )
+    assert "| 1.55 (1.5 to 1.6, n = 2) | - | - |" in small
+    assert "| two ranks | 512 / 4,096 | 400 | 2 | 1 | 10 % |" in large
 
 
 def test_every_environment_is_compared_with_pufferl():
