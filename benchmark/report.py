@@ -29,6 +29,10 @@ from run import as_curve, steady_speed
 
 NAMES = {
     "two_ranks": "ours, two ranks",
+    "large minibatches": "ours, large minibatches",
+    "two ranks, large minibatches": "ours, two ranks, large minibatches",
+    "PuffeRL's sizes": "ours, PuffeRL's sizes",
+    "PuffeRL's sizes, two ranks": "ours, two ranks, PuffeRL's sizes",
     "pufferl": "PuffeRL 3.0.0",
     "sb3": "RecurrentPPO (SB3-contrib)",
     "sample_factory": "Sample Factory",
