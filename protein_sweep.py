@@ -287,7 +287,8 @@ class ProteinSampler(optuna.samplers.BaseSampler):
     2. One Gaussian process is fitted to the score, one to the logarithm of the cost, a third to 0 or 1, failed or not (least-squares
        classification, Rasmussen & Williams 2006, section 6.5).
     3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in
-       some of the coordinates, so that a good trial is changed a little in one respect, or much in all. Then around the best candidates.
+       some of the coordinates, so that a good trial is changed a little in one respect, or much in all. Then nearer and
+       nearer around the best candidates.
     4. A limit on the cost is drawn: three times in four the largest that is allowed or a quarter more than the best trial's, else one from the front's range, in logarithms. Of the candidates
        predicted to cost no more, the one with the largest expected improvement on what was reached at that cost is suggested, times the cube of its chance
        not to fail. So every cost level is improved, and what is learned from cheap trials helps the dear ones.
@@ -377,14 +378,16 @@ class ProteinSampler(optuna.samplers.BaseSampler):
             return np.where(allowed, improvement * chance, -cost)
 
         # Candidates: the front's trials, with a random part of the hyperparameters moved by a step of random size, or drawn anew,
-        # so that no valley is too wide. Then the same around the best of those.
+        # so that no valley is too wide. Then around the best so far, three times, by half the step and with nothing drawn anew: the summit
+        # of the prediction in ten dimensions is not found by chance, but far from all trials it is none.
         centers, pool, ratings = x[front], np.empty((0, cube.dim)), np.empty(0)
-        for _ in range(2):
+        for scale in (1, 1 / 2, 1 / 4, 1 / 8):
             chosen = centers[rng.integers(len(centers), size=1024)]
-            size, share = 10 ** rng.uniform(-2, -0.3, (len(chosen), 1)), rng.random((len(chosen), 1))
+            size, share = scale * 10 ** rng.uniform(-2, -0.3, (len(chosen), 1)), rng.random((len(chosen), 1))
             which = len(chosen), len(cube.space)  # whole hyperparameters: all coordinates of a choice, or none
             moved = np.clip(chosen + size * rng.standard_normal(chosen.shape), 0, 1)
-            moved = np.where((rng.random(which) < 0.2)[:, cube.owner], rng.random(chosen.shape), moved)
+            anew = 0.2 if scale == 1 else 0.0
+            moved = np.where((rng.random(which) < anew)[:, cube.owner], rng.random(chosen.shape), moved)
             moved = np.where((rng.random(which) < share)[:, cube.owner], moved, chosen)
             # What is rated is what would be run: whole numbers rounded, one choice of each list.
             candidates = np.array([cube.encode(cube.decode(candidate)) for candidate in moved])
