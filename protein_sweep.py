@@ -222,6 +222,14 @@ class Cube:
                 x[self.slices[name]] = (value - low) / (high - low) if high > low else 0.5
         return x
 
+    def scale(self, x: np.ndarray, name: str, factors: np.ndarray) -> np.ndarray:
+        """Coordinates (n, dim) where the number called `name` is multiplied by factors (n), beyond its range too."""
+        (low, high), x, column = self.ends(self.space[name]), x.copy(), self.slices[name].start
+        value = low + x[:, column] * (high - low)
+        value = value + np.log(factors) if self.space[name].log else value * factors
+        x[:, column] = (value - low) / (high - low)
+        return x
+
     def decode(self, x: np.ndarray) -> dict[str, Any]:
         """Coordinates (dim) to the nearest parameters."""
         params = {}
@@ -282,8 +290,8 @@ def fit_gp(x: np.ndarray, y: np.ndarray, rng: np.random.Generator, most: int = 1
 class ProteinSampler(optuna.samplers.BaseSampler):
     """Suggests hyperparameters by what they are predicted to score and to cost, after PufferLib's Protein.
 
-    1. Every finished trial is seen at several points of its learning curve: (hyperparameters, progress) -> (cost, score). A trial
-       that was stopped early is seen as far as it came.
+    1. Every finished trial is seen at several points of its learning curve: (hyperparameters, with total_timesteps the steps made by then;
+       progress) -> (cost, score). A trial that was stopped early is seen as far as it came.
     2. One Gaussian process is fitted to the score, one to the logarithm of the cost, a third to 0 or 1, failed or not (least-squares
        classification, Rasmussen & Williams 2006, section 6.5).
     3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in
@@ -303,8 +311,8 @@ class ProteinSampler(optuna.samplers.BaseSampler):
     an interrupted one is nobody's fault.
 
     What is different from PufferLib 3.0.0's `sweep.py`: kernels' parameters are fitted (there, 1000 steps of Adam at 1e-4 leave
-    them almost where they start, at ten times the price); a partial run is told from a complete one by its progress, not passed off
-    as a run with fewer total steps, whose learning rate would have been annealed; failures are not successes; repeated
+    them almost where they start, at ten times the price); a partial run is one with fewer total steps there as here, but told from a complete
+    one by its progress, since its learning rate was not annealed; failures are not successes; repeated
     trials are kept, since their difference is the noise; expected improvement (as in CARBS) instead of the mean, since the highest mean is where
     one has just been; choices and minimization work; random trials come first; it is seeded.
 
@@ -347,8 +355,8 @@ class ProteinSampler(optuna.samplers.BaseSampler):
         x = np.array([coordinates for coordinates, curve in curves for _ in curve])
         progress, costs, scores = np.array([point for _, curve in curves for point in curve], float).T
         costs, scores = np.maximum(costs, 1e-3), sign * scores
-        score_gp = fit_gp(with_progress(x, progress), scores, rng)
-        cost_gp = fit_gp(with_progress(x, progress), np.log(costs), rng)
+        score_gp = fit_gp(with_progress(cube, x, progress), scores, rng)
+        cost_gp = fit_gp(with_progress(cube, x, progress), np.log(costs), rng)
         ends = np.cumsum([len(curve) for _, curve in curves]) - 1  # each trial's last point
         failed = np.repeat((0.0, 1.0), (len(ends), len(failures)))
         kernel = Matern(0.3 * np.sqrt(cube.dim), nu=1.5) + WhiteKernel(0.1)
@@ -359,15 +367,15 @@ class ProteinSampler(optuna.samplers.BaseSampler):
         low, high = np.log(costs[front[0]]), np.log(min(self.max_cost, 1.25 * costs[front[-1]]))
         limit = np.exp(high if rng.random() < 0.75 else rng.uniform(min(low, high), high))
         within = ends[costs[ends] <= max(limit, costs[front[0]])]
-        record = score_gp.predict(with_progress(x[within], progress[within])).max()
+        record = score_gp.predict(with_progress(cube, x[within], progress[within])).max()
 
         def rate(candidates: np.ndarray) -> np.ndarray:
             """Expected improvement on the record (0 at the least) times the chance not to fail; minus the cost where that is over the limit."""
-            cost = np.exp(cost_gp.predict(with_progress(candidates, np.ones(len(candidates)))))
+            cost = np.exp(cost_gp.predict(with_progress(cube, candidates, np.ones(len(candidates)))))
             # A trial that would be stopped at the largest cost is only suggested where hardly any would not be (a space without total_timesteps,
             # say), and is judged by how far it will have come.
             reached = np.minimum(1, self.max_cost / cost)
-            mean, deviation = score_gp.predict(with_progress(candidates, reached), return_std=True)
+            mean, deviation = score_gp.predict(with_progress(cube, candidates, reached), return_std=True)
             # Half the deviation, nearer to the highest mean: a study is short (on the problems of benchmark/sweep.py better than all of it).
             deviation = 0.5 * np.sqrt(np.maximum(deviation**2 - noise_variance(score_gp), 1e-12))
             z = (mean - record) / deviation
@@ -401,9 +409,16 @@ def noise_variance(gp: GaussianProcessRegressor) -> float:
     return float(gp.kernel_.k2.noise_level * gp._y_train_std**2)
 
 
-def with_progress(x: np.ndarray, progress: np.ndarray) -> np.ndarray:
-    """Coordinates (n, d) and progress (n) to the input of the processes (n, d + 1): a tenth of the training is one unit less."""
-    return np.column_stack((x, 1 + np.log10(np.maximum(progress, 1e-3))))
+def with_progress(cube: Cube, x: np.ndarray, progress: np.ndarray) -> np.ndarray:
+    """Coordinates (n, d) and progress (n) to the input of the processes (n, d + 1): what had been run by then, and how far it was.
+
+    total_timesteps becomes the steps made by then, on which a score depends first; that the learning rate would have been annealed over
+    more of them is the last coordinate, a unit less for a tenth of the training. So long runs tell what short ones will do.
+    """
+    progress, total = np.maximum(progress, 1e-3), cube.space.get("total_timesteps")
+    if isinstance(total, (FloatDistribution, IntDistribution)) and not total.single():
+        x = cube.scale(x, "total_timesteps", progress)
+    return np.column_stack((x, 1 + np.log10(progress)))
 
 
 def curve_of(trial: FrozenTrial) -> list[list[float]]:

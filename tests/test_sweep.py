@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 
 import ppo_lstm_puffer as ppo
 import protein_sweep
-from protein_sweep import Cube, ProteinSampler, UsageError, parse_space, to_arguments, to_params
+from protein_sweep import Cube, ProteinSampler, UsageError, parse_space, to_arguments, to_params, with_progress
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -143,6 +143,17 @@ def test_the_middle_of_each_distribution_is_where_its_name_says():
     assert middle_of("gamma") == pytest.approx(0.99)  # as far from 0.9 as from 0.999
     assert middle_of("alpha") == pytest.approx(0, abs=1e-9)
     assert middle_of("num_envs") == 256
+
+
+@pytest.mark.parametrize("kind", ["log_normal", "int_uniform"])
+def test_half_of_a_run_is_seen_as_a_run_of_half_the_steps_but_for_its_progress(kind):
+    content = {"total_timesteps": {"distribution": kind, "min": 1000, "max": 100_000}, "learning_rate": SPACE["lr"]}
+    cube = Cube({parameter.name: parameter.distribution for parameter in parse_space(content, "test")})
+    long, short = (cube.encode({"total_timesteps": steps, "learning_rate": 0.01})[None] for steps in (40_000, 20_000))
+    half, whole = (with_progress(cube, x, np.array([p]))[0] for x, p in ((long, 0.5), (short, 1.0)))
+    np.testing.assert_allclose(half[:-1], whole[:-1], atol=1e-4)
+    assert half[-1] < whole[-1]
+    np.testing.assert_array_equal(with_progress(cube, long, np.ones(1))[0, :-1], long[0])
 
 
 def test_arguments_stay_in_bounds_have_their_type_and_survive_the_round_trip():
