@@ -23,36 +23,40 @@ help:  ## this list
 
 setup: $(VENV)/.installed  ## make .venv and install everything into it
 
-# Without an NVIDIA driver the CPU build of torch, where the package index has it; otherwise the index's default (CUDA).
+# uv installs where there is one, pip otherwise.
+UV := $(shell command -v uv)
+PIP = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+INSTALL = $(if $(UV),uv pip install --quiet --python $(1)/bin/python,$(PIP))
+
+# Without an NVIDIA driver the CPU build of torch, where pip is set up to find it; otherwise the index's default (CUDA).
 $(VENV)/.installed: requirements.txt install_pufferlib.sh
-	$(call make_venv,$(VENV))
-	@if ! command -v nvidia-smi >/dev/null && $(VENV)/bin/python -m pip install $(PIP_QUIET) "torch==$(TORCH)+cpu" 2>/dev/null; \
+	$(call make_venv,$(VENV),14)
+	@if ! command -v nvidia-smi >/dev/null && $(call PIP,$(VENV)) "torch==$(TORCH)+cpu" 2>/dev/null; \
 		then echo "torch $(TORCH), CPU build"; \
-		else $(VENV)/bin/python -m pip install $(PIP_QUIET) "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
+		else $(call INSTALL,$(VENV)) "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
 	$(call install_rest,$(VENV))
 
 setup-xla: $(VENV_XLA)/.installed  ## make .venv-xla with torch_xla and the torch that it needs (7 GB)
 
 $(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh
-	$(call make_venv,$(VENV_XLA))
-	@$(VENV_XLA)/bin/python -m pip install $(PIP_QUIET) "torch==$(TORCH_XLA)" "torch_xla$(if $(TPU),[tpu])==$(TORCH_XLA)"
+	$(call make_venv,$(VENV_XLA),13, by torch_xla $(TORCH_XLA))
+	@$(call INSTALL,$(VENV_XLA)) "torch==$(TORCH_XLA)" "torch_xla$(if $(TPU),[tpu])==$(TORCH_XLA)"
 	$(call install_rest,$(VENV_XLA))
 
-PIP_QUIET := --quiet --disable-pip-version-check
-
+# A virtual environment, for Python 3.10 up to 3.$(2).
 define make_venv
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON); on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
-		{ echo "$$($(PYTHON) --version) found, 3.10 to 3.12 needed; name one: make setup PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $(2)))' || \
+		{ echo "$$($(PYTHON) --version) found, 3.10 to 3.$(2) needed$(3); name one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@command -v gcc >/dev/null || { echo "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
-	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
+	@test -x $(1)/bin/python || $(if $(UV),uv venv --quiet --seed --python $(PYTHON),$(PYTHON) -m venv) $(1) || \
 		{ rm -rf $(1); echo "could not make $(1); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
 	@echo "installing requirements into $(1)"
-	@$(1)/bin/python -m pip install $(PIP_QUIET) "setuptools==80.9.0" wheel
+	@$(INSTALL) "setuptools==80.9.0" wheel
 endef
 
 define install_rest
-	@$(1)/bin/python -m pip install $(PIP_QUIET) --no-build-isolation -r requirements.txt
+	@$(INSTALL) --no-build-isolation -r requirements.txt
 	@bash install_pufferlib.sh $(1)/bin/python
 	@touch $(1)/.installed
 endef

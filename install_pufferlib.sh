@@ -5,6 +5,7 @@
 #   - fetch the source archive without running its setup.py, and check its sha256;
 #   - make the folders whose absence would start a download (raylib for Linux is inside the archive);
 #   - drop impulse_wars, the one environment that needs Box2D;
+#   - change a few lines, so that it runs with numpy 2, gymnasium 1 and Python 3.14 (and as before with their older releases);
 #   - NO_TRAIN=1 leaves out PufferLib's own trainer, its torch extension and its heavy requirements
 #     (NO_TRAIN=0 bash install_pufferlib.sh ... builds the extension; only the benchmark's peers need it).
 # A second argument is a folder to keep the wheel in, and to take it from the next time.
@@ -12,10 +13,11 @@ set -euo pipefail
 export NO_TRAIN=${NO_TRAIN:-1}
 python=$(realpath --no-symlinks "${1:?usage: install_pufferlib.sh PYTHON [WHEEL_FOLDER]}")
 version=3.0.0
+patched=$version+gymnasium  # what the wheel is called, and what is looked for: an unpatched one is replaced
 sha256=7df3a3e3f5f894d78d2a1f5374097890aec01473183e748abefe4f3faa10eaa9
 fail() { echo "install_pufferlib.sh: $*" >&2; exit 1; }
 
-if "$python" -c "import importlib.metadata as m; raise SystemExit(m.version('pufferlib') != '$version')" 2>/dev/null; then
+if "$python" -c "import importlib.metadata as m; raise SystemExit(m.version('pufferlib') != '$patched')" 2>/dev/null; then
     exit 0
 fi
 [ "$(uname -s)" = Linux ] || fail "PufferLib's C environments are built for Linux here; on $(uname -s) follow PufferLib's own instructions"
@@ -25,10 +27,16 @@ include=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['include']
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
+if "$python" -c "import pip" 2>/dev/null; then
+    install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+else
+    command -v uv >/dev/null || fail "$python has no pip, and there is no uv on the PATH"
+    install() { uv pip install --quiet --python "$python" "$@"; }
+fi
 wheels=${2:-$work/dist}
-pip install --no-deps "$wheels"/pufferlib-*.whl 2>/dev/null && exit 0  # none yet, or one of another Python
-pip install wheel==0.45.1 Cython==3.1.4 unearth==0.18.3
+wheel() { install --no-deps --no-index --find-links "$wheels" "pufferlib==$patched"; }
+wheel 2>/dev/null && exit 0  # none yet, or of other Pythons
+install wheel==0.45.1 Cython==3.1.4 unearth==0.18.3
 
 echo "building PufferLib $version from its source release (about a minute)"
 "$python" -m unearth "pufferlib==$version" --no-binary --download "$work" >"$work/unearth.log" 2>&1 ||
@@ -39,9 +47,19 @@ tar -xzf "$work/pufferlib-$version.tar.gz" -C "$work"
 source=$work/pufferlib-$version
 mkdir "$source"/{raylib-5.5_webassembly,box2d-web,box2d-linux-amd64}
 rm -r "$source/pufferlib/ocean/impulse_wars"
-# With nvcc on the PATH the trainer's extension is built for CUDA, which fails where the rest of CUDA is not set up.
-[ "$NO_TRAIN" = 1 ] || command -v nvidia-smi >/dev/null || { unset CUDA_HOME; export PATH=/usr/bin:/bin; }
+sed -i 's/^import gym$/import gymnasium as gym/' "$source/pufferlib/spaces.py"
+# Python 3.14 would start the workers anew, through a server; they are made to be forked.
+sed -i 's/^\( *\)from multiprocessing import Pipe, Process$/\1from multiprocessing import Pipe\n\1from multiprocessing.context import ForkProcess as Process/' \
+    "$source/pufferlib/vector.py"
+# What the wheel says it needs, or pip would complain, and might put numpy 1 back.
+sed -i "s/^version = .*/version = \"$patched\"/; s/'numpy<2.0'/'numpy'/; s/f'\(gymnasium\|pettingzoo\)<=.*'/'\1'/; /f'gym<=\|'shimmy/d" \
+    "$source"/{pyproject.toml,setup.py}
 mkdir -p "$wheels" && wheels=$(realpath "$wheels")
-(cd "$source" && LDFLAGS=-s pip wheel . --no-deps --no-build-isolation --wheel-dir "$wheels" >"$work/build.log" 2>&1) ||
+(
+    cd "$source"
+    # With nvcc on the PATH the trainer's extension is built for CUDA, which fails where the rest of CUDA is not set up.
+    [ "$NO_TRAIN" = 1 ] || command -v nvidia-smi >/dev/null || { unset CUDA_HOME; export PATH=/usr/bin:/bin; }
+    LDFLAGS=-s exec "$python" -c "import setuptools.build_meta; setuptools.build_meta.build_wheel('$wheels')"
+) >"$work/build.log" 2>&1 ||
     { tail -n 30 "$work/build.log" >&2; fail "the build failed; its last lines stand above"; }
-pip install --no-deps "$wheels"/pufferlib-*.whl
+wheel
