@@ -12,7 +12,6 @@ import json
 import pathlib
 import shlex
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -22,8 +21,6 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import rliable.library
-import rliable.metrics
 import scipy.stats
 from run import as_curve, steady_speed
 
@@ -253,15 +250,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
     head = ["environment", "untrained", "ours", "PuffeRL", "ours - PuffeRL"]
     head += ["seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
     scores = {name: normalized_scores(both, name) for name in ("ours", "pufferl")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # arch's, about the way in which rliable seeds it
-        points, intervals = rliable.library.get_interval_estimates(
-            scores, lambda x: np.array([rliable.metrics.aggregate_iqm(x)]), reps=5000, random_state=np.random.RandomState(0)
-        )
-    means = [
-        [NAMES.get(name, name), f"{points[name][0]:.2f}", "{:.2f} to {:.2f}".format(*intervals[name][:, 0]), str(len(scores[name]))]
-        for name in scores
-    ]
+    means = [[NAMES.get(name, name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))] for name, some in scores.items()]
     return f"""Final scores: median (least to most, number of runs); ours - PuffeRL: 95 % bootstrap interval of the difference of the means. A final
 score counts as reached 1 % below it, of the way from the untrained.
 
@@ -270,7 +259,7 @@ The target: no environment worse, and half of PuffeRL's final scores reached in 
 In a third of the time or less: {len(quick)} of {len(rows)}{": " if quick else ""}{", ".join(quick)}.
 {"" if both == environments else "Not compared, because one of the two logged no score in that time: " + ", ".join(env_id for env_id in environments if env_id not in both) + "."}
 
-The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval (rliable; Agarwal et al. 2021).
+The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval (Agarwal et al. 2021).
 0 is the score of the untrained, 1 the best final score of any run here.
 
 {table(["", "interquartile mean", "95 % interval", "runs per environment"], means)}"""
@@ -279,6 +268,11 @@ The interquartile mean of the final scores over all environments and runs, with 
 def first_score(runs: list[dict]) -> float:
     """The mean of the first scores logged, before anything is learned."""
     return float(np.mean([next(score for score in cell["curve"]["score"] if score is not None) for cell in runs]))
+
+
+def iqm(*environments: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Interquartile mean of all runs of all environments: without the highest and the lowest quarter."""
+    return scipy.stats.trim_mean(np.concatenate(environments, axis), 0.25, axis)
 
 
 def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndarray:

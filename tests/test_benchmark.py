@@ -228,6 +228,14 @@ def test_every_environment_is_compared_with_pufferl():
     assert "Worse: slow." in text and "0 of 2." in text
     assert report.normalized_scores({"quick": quick, "slow": slow}, "ours").tolist() == [[1, 0.5]]
     assert report.normalized_scores({"quick": quick, "slow": slow}, "pufferl").tolist() == [[0.5, 1]]
+    assert "| ours | 0.75 | - | 1 |" in text
+
+
+def test_interquartile_mean_and_its_interval():
+    runs = np.array([[0.0, 0.2, 0.4, 9.0], [0.1, 0.3, 0.5, 0.6]])
+    assert report.iqm(*runs.T) == pytest.approx((0.2 + 0.3 + 0.4 + 0.5) / 4)  # without 0, 0.1, 0.6 and 9
+    low, high = map(float, report.interval(report.iqm, *runs.T).split(" to "))
+    assert 0.2 < low < 0.35 < high < 0.6  # each environment's runs are drawn from its own
 
 
 def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
