@@ -40,19 +40,17 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it: no traceback
 
 import fsspec
+import gymnasium as gym
 import numpy as np
 import numpy.lib.recfunctions
 import psutil
+import pufferlib
+import pufferlib.emulation
+import pufferlib.vector
 import torch
 import torch.nn as nn
 import tyro
 import yaml
-
-with contextlib.redirect_stderr(io.StringIO()):  # gym, which PufferLib imports, announces its age
-    import gymnasium as gym
-    import pufferlib
-    import pufferlib.emulation
-    import pufferlib.vector
 
 
 @dataclass

@@ -43,21 +43,18 @@ if __name__ == "__main__":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun is killed, save and end
 
 import fsspec
+import gymnasium as gym
 import numpy as np
 import numpy.lib.recfunctions
 import psutil
+import pufferlib
+import pufferlib.emulation
+import pufferlib.vector
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
 import yaml
-
-with contextlib.redirect_stderr(io.StringIO()):  # gym, which PufferLib imports, announces its age
-    import gymnasium as gym
-    import pufferlib
-    import pufferlib.emulation
-    import pufferlib.vector
-
 
 RANK, WORLD_SIZE, LOCAL_RANK = (
     int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
