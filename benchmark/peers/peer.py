@@ -29,7 +29,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--env-id", default="breakout", help="a PufferLib Ocean environment")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40_000_000, help="stop after this many environment steps")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop this many seconds after the first iteration")
     parser.add_argument("--total-timesteps", type=int, default=40_000_000, help="what the learning rate is annealed over")
     parser.add_argument("--folder", type=Path, required=True, help="where the metrics go")
     return parser
@@ -47,6 +47,7 @@ class Metrics:
         self.scratch = args.folder / "scratch"  # for what the library itself writes; removed at the end
         self.file = (args.folder / "metrics.jsonl").open("w")
         self.start = self.last_time = time.time()
+        self.first = None  # when the first iteration was over, and with it compiling: --seconds count from then on
         self.step = 0
         pid = os.getpid()
         signal.signal(signal.SIGTERM, lambda signum, frame: self.finish(128 + signum) if os.getpid() == pid else os._exit(143))
@@ -55,12 +56,13 @@ class Metrics:
     def line(self, step: int, **values: float) -> bool:
         """Writes a line (names with __ for a slash); returns whether training should stop."""
         now = time.time()
+        self.first = self.first or now
         row = {"step": step, "time": now - self.start, "sps": (step - self.step) / max(now - self.last_time, 1e-9)}
         row |= {name.replace("__", "/"): float(value) for name, value in values.items()}
         self.step, self.last_time = step, now
         print(json.dumps(row), file=self.file, flush=True)
         print(json.dumps(row), flush=True)
-        return step >= self.args.steps or now - self.start >= self.args.seconds
+        return step >= self.args.steps or now - self.first >= self.args.seconds
 
     def finish(self, code: int = 0):
         """Writes metrics.json and ends this process and its children, whatever threads and workers the library has left."""
