@@ -83,9 +83,9 @@ test: setup  ## run the tests (under 8 minutes on two cores)
 test-xla: setup-xla  ## run the tests of the XLA script, on XLA's CPU device (under 10 minutes on two cores)
 	$(VENV_XLA)/bin/python -m pytest tests/xla $(ARGS)
 
-benchmark: setup benchmark-peers  ## measure benchmark/reports/cpu-2core from nothing (over an hour; interrupted, it says how to go on)
-	$(PY) benchmark/run.py benchmark/plans/cpu-2core.yaml --out benchmark/reports/cpu-2core --fresh $(ARGS); code=$$?; \
-		$(PY) benchmark/report.py benchmark/reports/cpu-2core; exit $$code
+benchmark: setup benchmark-peers  ## measure this kind of CPU's benchmark/reports/cpu-... from nothing (over two hours; interrupted, it says how to go on)
+	$(PY) benchmark/run.py benchmark/plans/cpu.yaml --out 'benchmark/reports/{cpu}' --fresh $(ARGS); code=$$?; \
+		$(PY) benchmark/report.py 'benchmark/reports/{cpu}'; exit $$code
 
 benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick; with the peers that are installed
 	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \

@@ -1,6 +1,6 @@
 """What the one sum over ranks of an update costs: measured here, and on paper for machines that are not here. Markdown on stdout.
 
-    .venv/bin/torchrun --standalone --nproc-per-node=2 benchmark/allreduce.py > benchmark/reports/cpu-2core/allreduce.md
+    .venv/bin/torchrun --standalone --nproc-per-node=2 benchmark/allreduce.py > benchmark/reports/cpu-bf16/allreduce.md
     .venv/bin/torchrun --standalone --nproc-per-node=2 benchmark/allreduce.py --hidden-size 512 --steps-per-second 10e6 --share 32768
 
 The paper part is the usual model of a ring within which latencies add up like a tree's: 2 (W - 1) / W x bytes / bandwidth

@@ -1,6 +1,6 @@
 """The LSTM with resets against the library's without: steps per second, forward and backward, in turn.
 
-OMP_NUM_THREADS=2 .venv/bin/python benchmark/lstm.py --out benchmark/reports/cpu-2core/lstm.json
+OMP_NUM_THREADS=2 .venv/bin/python benchmark/lstm.py --out benchmark/reports/cpu-bf16/lstm.json
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Runs a matrix of (program, environment, seed), each cell in a process of its own, and leaves one JSON per cell.
 
-    python benchmark/run.py benchmark/plans/cpu-2core.yaml --out benchmark/reports/cpu-2core     # goes on where it stopped
-    python benchmark/run.py benchmark/plans/cpu-2core.yaml --out DIR --only speed ceiling_first --cores 0,1
+    python benchmark/run.py benchmark/plans/cpu.yaml --out 'benchmark/reports/{cpu}'     # goes on where it stopped
+    python benchmark/run.py benchmark/plans/cpu.yaml --out DIR --only speed ceiling_first --cores 0,1
     python benchmark/run.py --programs ours pufferl --envs breakout --seeds 1 2 3 --duration 40 --interleave --out runs/speed
 
 A plan is a YAML list of groups:
@@ -15,14 +15,15 @@ A plan is a YAML list of groups:
         two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run, --nproc-per-node, 2]}
       envs: [breakout]
       seeds: [1, 2, 3]
-      duration: 40             # seconds of each run, or steps: N, or both; neither: the program's own default
+      duration: 40             # seconds of each run after its first update, or steps: N, or both; neither: the program's own default
       interleave: true         # A B A B ...: a machine that drifts hurts both alike
       cold: true               # each run starts with an empty compile cache
       timeout: 600             # seconds after which a cell is ended and has failed
       x_label: environments    # kind scaling: what x is
 
-A finished cell (its JSON is there, with the same command, environment variables and cores) is not run again, unless --fresh. A
-failed one is recorded with the end of its output, the others run, and the exit code is 1. Then: python benchmark/report.py DIR
+In --out, {cpu} is the kind of this CPU: cpu-bf16, cpu-avx512, cpu-avx2, cpu-arm. A finished cell (its JSON is there, with the same
+command, environment variables and cores) is not run again, unless --fresh. A failed one is recorded with the end of its output, the
+others run, and the exit code is 1. Then: python benchmark/report.py DIR
 """
 
 import argparse
@@ -47,12 +48,17 @@ import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+CPUINFO = pathlib.Path("/proc/cpuinfo")
 PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
     peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")
 }
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
 GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold", "timeout", "x_label"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
+CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
+    "amx_bf16": ("AMX-BF16", "cpu-bf16"), "avx512_bf16": ("AVX512-BF16", "cpu-bf16"), "avx512f": ("AVX512", "cpu-avx512"),
+    "avx2": ("AVX2", "cpu-avx2"), "bf16": ("Arm BF16", "cpu-arm"), "asimd": ("Arm NEON", "cpu-arm"),
+}  # fmt: skip
 SAME = ("command", "environment", "cores", "cold")  # a stored cell that agrees in these is the same measurement
 
 
@@ -235,12 +241,18 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         return json.loads(re.sub(r"(?<![\w.:/-])/(?:[\w.+@~-]+/)+", "", text))
 
 
+def second_half(times: list[float]) -> int:
+    """Of two points or more, the first in the second half of the seconds since the first update; what compiles is before that."""
+    return min(next(index for index, seconds in enumerate(times) if seconds >= (times[0] + times[-1]) / 2), len(times) - 2)
+
+
 def steady_speed(curve: dict) -> float | None:
-    """Steps per second from the first point after half of the run's seconds to the last point: compilation is over by then."""
-    late = [index for index, seconds in enumerate(curve["time"]) if seconds >= curve["time"][-1] / 2]
-    if len(late) < 2:
+    """Steps per second in the second half, if there are two points."""
+    times, steps = curve["time"], curve["step"]
+    if len(times) < 2:
         return None
-    return (curve["step"][-1] - curve["step"][late[0]]) / (curve["time"][-1] - curve["time"][late[0]])
+    first = second_half(times)
+    return (steps[-1] - steps[first]) / (times[-1] - times[first])
 
 
 def as_curve(lines: list[dict]) -> dict[str, list]:
@@ -254,11 +266,8 @@ def from_lines(lines: list[dict], points: int = 400) -> dict:
     if not lines:
         return {"sps_steady": None, "phase_shares": {}, "curve": {"step": [], "time": [], "sps": [], "score": []}}
     curve, shares = as_curve(lines), {}
-    late = [
-        (line, line["time"] - before["time"])
-        for before, line in itertools.pairwise(lines)
-        if before["time"] >= lines[-1]["time"] / 2
-    ]
+    half = lines[second_half(curve["time"]) :] if len(lines) > 1 else []
+    late = [(line, line["time"] - before["time"]) for before, line in itertools.pairwise(half)]
     for line, seconds in late:
         for key in line:
             if key.startswith("time/") and key.endswith("_share"):
@@ -270,10 +279,21 @@ def from_lines(lines: list[dict], points: int = 400) -> dict:
     return {"sps_steady": steady_speed(curve), "phase_shares": shares, "curve": thin}
 
 
+def kind_of_cpu(info: str) -> tuple[str, str]:
+    """Instruction set and kind, from what /proc/cpuinfo says."""
+    flags = set(info.split())
+    return next((both for flag, both in CPUS.items() if flag in flags), (platform.machine(), f"cpu-{platform.machine()}"))
+
+
+def report_folder(text: str) -> pathlib.Path:
+    return pathlib.Path(text.replace("{cpu}", kind_of_cpu(CPUINFO.read_text())[1]))
+
+
 def hardware() -> dict:
-    info = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    info = CPUINFO.read_text()
+    name = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
+    facts = {"cpu": name[1] if name else platform.processor(), "instruction_set": kind_of_cpu(info)[0]}
+    return facts | {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
 
 
 def repository() -> dict:
@@ -337,9 +357,9 @@ def run_all(cells: list[dict], out: pathlib.Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", nargs="?", type=pathlib.Path, help="a YAML file; or give the matrix by the flags below")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="results go to its cells/GROUP/NAME__ENV__SEED.json")
+    parser.add_argument("--out", type=report_folder, required=True, help="results go to its cells/GROUP/NAME__ENV__SEED.json")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="of the plan, only these groups")
-    parser.add_argument("--fresh", action="store_true", help="forget the stored cells of these groups first")
+    parser.add_argument("--fresh", action="store_true", help="forget the stored cells first; with --only, those of its groups")
     parser.add_argument("--cores", help="pin every process to these, such as 0,1 (a program's own in the plan win)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS)
     parser.add_argument("--envs", nargs="+", default=["breakout"])
@@ -369,8 +389,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         parser.error(f"{args.plan}: {error}")
     if args.fresh:
-        for group in groups:
-            shutil.rmtree(args.out / "cells" / group["name"], ignore_errors=True)
+        for name in args.only or [""]:  # without --only those of groups that are no longer in the plan, too
+            shutil.rmtree(args.out / "cells" / name, ignore_errors=True)
     missing = {cell["program"] for cell in cells if not os.path.exists(interpreter(cell["command"][0]))}
     for peer in sorted(missing):
         print(f"skipped: {peer}, which is not installed (no .peers/{peer}); `make benchmark-peers` installs it")

@@ -1,5 +1,6 @@
 """The benchmark's runner and report: tiny real runs of the script, and hand-made curves."""
 
+import argparse
 import json
 import sys
 
@@ -11,9 +12,11 @@ import yaml
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path.append(str(ROOT / "benchmark/peers"))
 
 import ablate
 import ceiling
+import peer
 import report
 import run
 
@@ -131,19 +134,47 @@ def test_wrong_plan_is_one_clear_line(tmp_path, capsys, text, message):
     assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["cpu-2core", "quick", "learning", "ablations"])
+@pytest.mark.parametrize("name", ["cpu", "quick", "learning", "ablations"])
 def test_stored_plans_are_valid(name):
     groups = yaml.safe_load((ROOT / f"benchmark/plans/{name}.yaml").read_text())
     cells = [cell for group in groups for cell in run.expand(group, [0])]
     assert len({run.path_of(cell, ROOT) for cell in cells}) == len(cells)
 
 
+@pytest.mark.parametrize(
+    "flags, both",
+    [
+        ("fpu avx avx2 avx512f avx512_bf16 amx_bf16", ("AMX-BF16", "cpu-bf16")),
+        ("fpu avx avx2 avx512f avx512_bf16", ("AVX512-BF16", "cpu-bf16")),
+        ("fpu avx avx2 avx512f", ("AVX512", "cpu-avx512")),
+        ("fpu avx avx2", ("AVX2", "cpu-avx2")),
+        ("fp asimd bf16", ("Arm BF16", "cpu-arm")),
+    ],
+)
+def test_reports_have_a_folder_for_each_kind_of_cpu(flags, both, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"model name\t: Some CPU\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(run, "CPUINFO", tmp_path / "cpuinfo")
+    assert run.report_folder("reports/{cpu}").name == both[1]
+    assert run.hardware()["instruction_set"] == both[0] and run.hardware()["cpu"] == "Some CPU"
+
+
+def test_seconds_of_a_peer_count_from_its_first_iteration(tmp_path, monkeypatch):
+    args = argparse.Namespace(folder=tmp_path, seconds=10, steps=1000)
+    for where, name in ((peer.signal, "signal"), (sys, "excepthook")):
+        monkeypatch.setattr(where, name, lambda *_: None)
+    clock = iter([0.0, 60.0, 69.0, 70.0])
+    monkeypatch.setattr(peer, "time", argparse.Namespace(time=lambda: next(clock)))
+    metrics = peer.Metrics(args, "numpy", {}, "")
+    assert [metrics.line(step) for step in (1, 2, 3)] == [False, False, True]
+
+
 # The figures, on curves written by hand.
 
 
-def test_steady_speed_leaves_out_the_first_half():
-    curve = {"time": [30.0, 50.0, 60.0, 100.0], "step": [10, 1000, 2000, 6000]}
-    assert run.steady_speed(curve) == (6000 - 1000) / (100 - 50)
+def test_steady_speed_is_that_of_the_second_half_after_the_first_update():
+    curve = {"time": [60.0, 75.0, 80.0, 100.0], "step": [10, 1000, 2000, 6000]}
+    assert run.steady_speed(curve) == (6000 - 2000) / (100 - 80)
+    assert run.steady_speed({"time": [60.0, 100.0], "step": [10, 4010]}) == 100, "two points are enough"
     assert run.steady_speed({"time": [30.0], "step": [10]}) is None
 
 
@@ -251,8 +282,7 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
             variant(base, group="scaling_envs", kind="scaling", seed=seed, name=str(seed), x=seed, x_label="environments"),
             variant(base, group="startup_warm", kind="startup", seed=seed, seconds_to_first_update=9.0),
         ]
-    threads = str(len(base["cores"])) if "OMP_NUM_THREADS" not in base["environment"] else base["environment"]["OMP_NUM_THREADS"]
-    speeds = {threads: {"bfloat16": 200.0, "float32": 50.0}}
+    speeds = {str(base["hardware"]["threads"]): {"bfloat16": 200.0, "float32": 50.0}}
     cells.append(
         variant(base, group="ceiling", kind="ceiling", name="ceiling", program="ceiling", env_id="machine", ceiling=speeds)
     )
@@ -270,6 +300,8 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired"] and "**met**" in rows["peak resident memory"]
     assert "**met**" in rows["Breakout solved (mean score 850), every seed"]
     assert "not met" in rows["time to the first update, second start"]
+    cpu, commit = base["hardware"], base["git_commit"][:7]
+    assert f"CPU: {cpu['cpu']}, {cpu['instruction_set']}, {cpu['cores']} cores. Commit: {commit}." in text
     assert "ppo_lstm_puffer.py --env-id breakout" in text and "A thing that lost." in text and "exit code 2" in text
 
 
