@@ -25,7 +25,6 @@ import os
 import pathlib
 import random
 import re
-import shlex
 import shutil
 import signal
 import statistics
@@ -36,18 +35,10 @@ import time
 import uuid
 
 import psutil
+from processes import MARK, ROOT, clean, left_behind
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-MARK = "FAULTS_MARK"  # an environment variable that all processes of a start have, by which those left behind are found
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 PACKAGES = ("torch", "numpy", "pufferlib", "optuna", "hypothesis", "py-spy")
-
-
-def clean(text: str) -> str:
-    """Without the paths of this machine."""
-    for path, name in ((ROOT, "REPOSITORY"), (sys.prefix, "VENV"), (sys.base_prefix, "PYTHON"), (tempfile.gettempdir(), "TMP")):
-        text = text.replace(str(path), name)
-    return text
 
 
 def facts() -> dict:
@@ -81,26 +72,6 @@ def wait_until(condition, seconds: float) -> bool:
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return bool(met)
-
-
-def left_behind(mark: str, within: float, session: int | None = None) -> list[str]:
-    """The processes with this mark, or of this session, that are still there after so many seconds. They are killed."""
-    deadline = time.monotonic() + within
-    while True:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                ours = os.getsid(process.pid) == session or process.environ().get(MARK) == mark
-                found += [process] if ours and process.status() != psutil.STATUS_ZOMBIE else []
-        if not found or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    names = []
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            names.append(clean(shlex.join(process.cmdline()))[:200])
-            process.kill()
-    return names
 
 
 # KILLS: what a process was doing ------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ import torch
 import torch._dynamo
 import torch.utils.tensorboard
 import yaml
-from faults import MARK, ROOT, clean, left_behind
 from hypothesis import strategies as st
+from processes import MARK, ROOT, clean, left_behind
 
 import ppo_lstm_puffer as ppo
 import protein_sweep
