@@ -2,6 +2,7 @@
 
     python benchmark/faults.py kills                        # 209 kills, a quarter of an hour or more on one core
     python benchmark/faults.py kills --only ddp --count 40  # one kind: script, workers, ddp, sweep; up to 40 of it
+    python benchmark/faults.py starts                       # 30 first starts, killed while they compile; under an hour on two cores
     python benchmark/faults.py inputs                       # 720 malformed inputs (benchmark/malformed.py), some minutes
     python benchmark/faults.py soak --hours 1               # memory, threads, files and speed of one long run
     python benchmark/faults.py report                       # report.md and soak.png from what these left
@@ -18,6 +19,7 @@ victim is stopped, its stack says what it was doing, then it gets its signal. Wh
 import argparse
 import collections
 import contextlib
+import functools
 import importlib.metadata
 import io
 import json
@@ -134,7 +136,8 @@ class Chain:
     """Something that is started, killed, and started again in the same folder, where it must go on. This one: the script itself."""
 
     script, launcher, arguments, iteration = "ppo_lstm_puffer.py", (), f"--env-id cartpole {SIZES}", 64 * 16
-    victims, limit = ("script",), 30.0  # limit: seconds from the signal to the end
+    victims, limit, grace = ("script",), 30.0, 10.0  # seconds from the signal to the end, and from there until no process is left
+    variables, new_group, pythons = {}, False, True  # pythons: SIGINT may have been Python's own to answer
     our_traceback = r"Traceback \(most recent call last\)"
 
     def __init__(self, work: pathlib.Path):
@@ -148,7 +151,8 @@ class Chain:
     def start(self):
         self.mark, self.starts, self.began = uuid.uuid4().hex, self.starts + 1, time.monotonic()
         self.output = self.work / f"output{self.starts}"
-        options = {"cwd": self.work, "env": os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}, "stdin": subprocess.DEVNULL}
+        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"} | self.variables
+        options = {"cwd": self.work, "env": environment, "stdin": subprocess.DEVNULL, "start_new_session": self.new_group}
         with self.output.open("w") as file:
             self.process = subprocess.Popen([sys.executable, *self.command()], stdout=file, stderr=file, **options)
 
@@ -173,8 +177,8 @@ class Chain:
     def choose(self, rng: random.Random) -> tuple[str, int]:
         return rng.choice(self.victims), rng.choice((KILL, TERM, INT))
 
-    def fault(self, rng: random.Random) -> dict:
-        """One kill. Returns its record; `losses` lists what did not hold."""
+    def fault(self, rng: random.Random, number: int) -> dict:
+        """The kill of this number. Returns its record; `losses` lists what did not hold."""
         if self.process is None:
             self.start()
         target, signum = self.choose(rng)
@@ -222,20 +226,20 @@ class Chain:
 
     def settle(self, codes: set[int] | None) -> dict:
         """After the end: the exit code (None: any error), no process, no traceback, and what `check` says."""
-        losses, process, self.process = [], self.process, None
+        losses, process, self.process, sent = [], self.process, None, time.monotonic()
         if not wait_until(lambda: process.poll() is not None, self.limit):
             losses.append(f"still running {self.limit:.0f} s after the signal")
         code, end = process.poll(), time.monotonic()
-        left = left_behind(self.mark, 10)
+        left = left_behind(self.mark, self.grace)
         process.wait()
-        record, text = {"code": code, "gone_s": round(time.monotonic() - end, 2)}, self.text()
+        record, text = {"code": code, "seconds": round(end - sent, 2), "gone_s": round(time.monotonic() - end, 2)}, self.text()
         early = "Fatal Python error: init_" in text  # Ctrl-C while the interpreter starts: no line of the script has run
         if code is not None and not early and (code == 0 if codes is None else code not in codes):
             losses.append(f"exit code {code}, not {' or '.join(map(str, codes or ['an error']))}")
         if left:
             losses.append(f"left running: {left}")
         if re.search(self.our_traceback, text):
-            if code in (-INT, 130, 1) and text.rstrip().endswith("KeyboardInterrupt"):
+            if self.pythons and code in (-INT, 130, 1) and text.rstrip().endswith("KeyboardInterrupt"):
                 record["note"] = "Python's own KeyboardInterrupt, before the script handles signals"
             else:
                 losses.append("a traceback")
@@ -400,13 +404,74 @@ class Sweep(Chain):
         return [f"complete trials lost or changed: {lost}"] if lost else []
 
 
-KINDS = {"script": (Chain, 112), "workers": (Workers, 35), "ddp": (Ranks, 31), "sweep": (Sweep, 31)}
+class Start(Chain):
+    """A first start, whose compile cache is empty: a signal to its process group, then a start with what is in the cache, which must train."""
+
+    arguments = "--num-envs 64 --num-steps 8 --minibatch-size 128 --hidden-size 32 --total-timesteps 20000 --precision float32"
+    limit, grace, new_group, longest, cold = 3.0, 3.0, True, 900.0, 0.0  # cold: seconds that a first start takes to its first line
+
+    def command(self) -> list[str]:
+        return [str(ROOT / self.script), *self.arguments.split(), "--no-dashboard", "--output-dir", "out"]
+
+    def first(self, moment: float):
+        """Starts with an empty cache. Returns at the moment or the first line, whichever is sooner."""
+        self.variables = {"TORCHINDUCTOR_CACHE_DIR": str(self.work / f"cache{self.starts}")}
+        self.start()
+        wait_until(lambda: self.ready() or self.over(), moment)
+        if self.over():
+            raise Loss(f"ended by itself with exit code {self.process.returncode}")
+
+    def fault(self, rng: random.Random, number: int) -> dict:
+        self.signum = (INT, TERM, KILL)[number % 3]
+        record, text = {"target": "group", "signal": self.signum.name, "phase": "-", "losses": []}, ""
+        try:
+            if not self.cold:
+                self.first(self.longest)
+                Start.cold = time.monotonic() - self.began
+                self.end()
+            # A quarter of them while it imports; the others anywhere up to just after the first line, most while it compiles.
+            self.first(rng.uniform(0.2, 5 if rng.random() < 0.25 else 1.1 * self.cold))
+            time.sleep(0.5 * rng.random() * self.ready())
+            said = re.search("^(compiling|run: )", self.text(), re.MULTILINE)
+            record["phase"] = "training" if self.ready() else "compiling" if said else "starting"
+            record["after_s"] = round(time.monotonic() - self.began, 2)
+            # The first that the script imports from there comes after its first lines, which handle signals.
+            self.pythons = "site-packages" not in pathlib.Path(f"/proc/{self.process.pid}/maps").read_text()
+            os.killpg(self.process.pid, self.signum)
+            codes = {128 + self.signum, -self.signum} if self.signum != INT else {130, 1, -INT} if self.pythons else {130}
+            record |= self.settle(codes)
+            text = self.text()
+            record["next_s"], losses = self.again()
+            record["losses"] += losses
+        except (Loss, OSError) as error:
+            record["losses"].append(clean(str(error)))
+        return record | ({"output": clean(text[-3000:])} if record["losses"] else {})
+
+    def check(self) -> list[str]:
+        """Ctrl-C is answered by one line."""
+        lines = re.findall("^.*(?:SIGINT|[Ii]nterrupt).*$", self.text(), re.MULTILINE)
+        return [f"{len(lines)} lines about Ctrl-C"] if self.signum == INT and not self.pythons and len(lines) != 1 else []
+
+    def again(self) -> tuple[float, list[str]]:
+        """The next start, with the same cache: its seconds, and what did not hold."""
+        self.start()
+        wait_until(self.over, self.longest)
+        code, lines, last = self.process.poll(), sum(map(len, self.steps())), self.text().strip().rpartition("\n")[2]
+        self.end()
+        wrong = [f"the next start: exit code {code}, {lines} lines logged: {clean(last)}"] if code != 0 or lines < 2 else []
+        return round(time.monotonic() - self.began, 2), wrong
+
+
+CAMPAIGNS = {
+    "kills": {"script": (Chain, 112), "workers": (Workers, 35), "ddp": (Ranks, 31), "sweep": (Sweep, 31)},
+    "starts": {"script": (Start, 30)},
+}
 
 
 def kills(args) -> list[dict]:
     """Goes on up to the number of kills of each kind. Returns the new records."""
-    file, made = args.out / "kills.jsonl", []
-    wanted = {kind: args.count or count for kind, (_, count) in KINDS.items() if args.only in (None, kind)}
+    file, made, kinds = args.out / f"{args.what}.jsonl", [], CAMPAIGNS[args.what]
+    wanted = {kind: args.count or count for kind, (_, count) in kinds.items() if args.only in (None, kind)}
     done = collections.Counter(record["kind"] for record in read_lines(file))
     append_line(file, facts())
     with progress_bar() as bar, contextlib.ExitStack() as last:
@@ -414,9 +479,9 @@ def kills(args) -> list[dict]:
             task, chain = bar.add_task(kind, total=count, completed=min(count, done[kind])), None
             for number in range(done[kind], count):
                 if chain is None:
-                    chain = KINDS[kind][0](args.work / f"{kind}{number}")
+                    chain = kinds[kind][0](args.work / f"{kind}{number}")
                     last.callback(chain.end)  # after Ctrl-C too
-                record = {"kind": kind, "n": number} | chain.fault(random.Random(f"{args.seed} {kind} {number}"))
+                record = {"kind": kind, "n": number} | chain.fault(random.Random(f"{args.seed} {kind} {number}"), number)
                 append_line(file, record)
                 made.append(record)
                 words = " ".join(str(record.get(key, "-")) for key in ("target", "signal", "phase", "code", "seconds", "step"))
@@ -559,9 +624,9 @@ def table(header: list[str], rows: list[list]) -> list[str]:
     return ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)] + [""]
 
 
-def of_kills(killed: list[dict]) -> list[str]:
+def of_kills(killed: list[dict], what: str = "kills") -> list[str]:
     losses = [record for record in killed if record["losses"]]
-    lines = ["## Kills", "", f"`python benchmark/faults.py kills`: {len(killed)} kills, losses: {len(losses)}.", ""]
+    lines = [f"## {what.capitalize()}", "", f"`python benchmark/faults.py {what}`: {len(killed)} kills, losses: {len(losses)}.", ""]
     rows = []
     for kind, target in dict.fromkeys((record["kind"], record["target"]) for record in killed):
         some = [record for record in killed if (record["kind"], record["target"]) == (kind, target)]
@@ -572,10 +637,11 @@ def of_kills(killed: list[dict]) -> list[str]:
     spread = "seconds until it had ended, or gone on: median, most"
     lines += table(["kind", "victim", "SIGKILL", "SIGTERM", "SIGINT", spread, "losses"], rows)
     phases = [phase for phase, _ in collections.Counter(record["phase"] for record in killed).most_common()]
-    hits = {kind: collections.Counter(record["phase"] for record in killed if record["kind"] == kind) for kind in KINDS}
-    lines += ["What the victim was doing, by its stack:", ""]
+    hits = {kind: collections.Counter(record["phase"] for record in killed if record["kind"] == kind) for kind in CAMPAIGNS[what]}
+    lines += [f"What the victim was doing, by its {'stack' if what == 'kills' else 'output'}:", ""]
     lines += table(["kind", *phases], [[kind, *(hit[phase] or "" for phase in phases)] for kind, hit in hits.items()])
-    lines += ["`unknown`: an interpreter that py-spy could not read, most of them not up yet; `end`: after the training loop.", ""]
+    unknown = "`unknown`: an interpreter that py-spy could not read, most of them not up yet; `end`: after the training loop."
+    lines += [unknown, ""] if what == "kills" else []
     notes = collections.Counter(record["note"] for record in killed if "note" in record)
     lines += [f"{count} times: {note}." for note, count in notes.items()] + [""] * bool(notes)
     for record in losses:
@@ -604,9 +670,9 @@ def of_inputs(given: list[dict]) -> list[str]:
 def report(args):
     """report.md, from whatever there is."""
     lines = ["# Faults on purpose", "", "Made by `benchmark/faults.py`, which says what must hold.", ""]
-    records = {name: read_lines(args.out / f"{name}.jsonl") for name in ("kills", "inputs")}
+    records = {name: read_lines(args.out / f"{name}.jsonl") for name in ("kills", "starts", "inputs")}
     made = [record for some in records.values() for record in some if record["kind"] == "facts"]
-    for name, section in (("kills", of_kills), ("inputs", of_inputs)):
+    for name, section in (("kills", of_kills), ("starts", functools.partial(of_kills, what="starts")), ("inputs", of_inputs)):
         if some := [record for record in records[name] if record["kind"] != "facts"]:
             lines += section(some)
     if (args.out / "soak.json").exists():
@@ -625,7 +691,7 @@ def report(args):
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "inputs", "soak", "report"])
+    parser.add_argument("what", choices=["kills", "starts", "inputs", "soak", "report"])
     parser.add_argument("--only", help="one kind of kills or of inputs")
     parser.add_argument("--count", type=int, help="how many of each kind there shall be")
     parser.add_argument("--seed", type=int, default=1, help="of the kills: victims, signals, moments")
@@ -643,7 +709,7 @@ def main(words: list[str] | None = None) -> int:
         args.work.mkdir(parents=True, exist_ok=True)
         sys.path.insert(0, str(ROOT))
         os.chdir(args.work)  # importing PufferLib leaves a link in the working folder
-        made = {"kills": kills, "inputs": inputs, "soak": soak, "report": report}[args.what](args)
+        made = {"kills": kills, "starts": kills, "inputs": inputs, "soak": soak, "report": report}[args.what](args)
         os.chdir(ROOT)
     return 1 if any(record.get("losses") or record.get("violation") for record in made or []) else 0
 

@@ -1,5 +1,6 @@
 """A few faults of benchmark/faults.py's, for real: kills and malformed inputs without a loss, and that a loss would be seen."""
 
+import random
 import re
 import subprocess
 import sys
@@ -36,6 +37,34 @@ def test_ten_damaged_checkpoints_have_no_violations(tmp_path):
     faults.main(["report", "--out", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
     assert "10 inputs, violations: 0" in text and str(ROOT) not in text and str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("number, phase", [(0, "training"), (1, "starting")])
+def test_an_interrupted_start_ends_at_once_and_the_next_one_trains(tmp_path, monkeypatch, number, phase):
+    monkeypatch.setattr(faults.Start, "arguments", f"{faults.Start.arguments} --no-compile")
+    monkeypatch.setattr(faults.Start, "cold", 1000.0 if phase == "training" else 0.3)  # after the first line, or in the imports
+    monkeypatch.setattr(faults.Start, "limit", 10.0)  # the other core is busy with tests
+    record = faults.Start(tmp_path / "chain").fault(random.Random(2), number)
+    assert not record["losses"] and record["phase"] == phase, record
+
+
+@pytest.mark.parametrize(
+    "said, code, pythons, losses",
+    [
+        ("SIGINT: ended while compiling", 130, False, []),
+        ("", 130, False, ["0 lines about Ctrl-C"]),
+        ("", -2, False, ["exit code -2, not 130", "0 lines about Ctrl-C"]),
+        ("SIGINT: x\nTraceback (most recent call last):\nKeyboardInterrupt", 130, False, ["a traceback", "2 lines about Ctrl-C"]),
+        ("Traceback (most recent call last):\nKeyboardInterrupt", 1, True, []),
+    ],
+)
+def test_ctrl_c_while_starting_is_one_line(tmp_path, said, code, pythons, losses):
+    start = faults.Start(tmp_path / "chain")
+    start.signum, start.pythons, start.mark, start.output = faults.INT, pythons, "nothing has this mark", start.work / "output"
+    start.output.write_text(f"{said}\n")
+    end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
+    start.process = subprocess.Popen([sys.executable, "-c", f"import signal; signal.signal(2, signal.SIG_DFL); {end}"])
+    assert start.settle({130, 1, -2} if pythons else {130})["losses"] == losses
 
 
 @pytest.fixture
