@@ -84,8 +84,8 @@ test-xla: setup-xla  ## run the tests of the XLA script, on XLA's CPU device (un
 	$(VENV_XLA)/bin/python -m pytest tests/xla $(ARGS)
 
 benchmark: setup benchmark-peers  ## measure this kind of CPU's benchmark/reports/cpu-... from nothing (over two hours; interrupted, it says how to go on)
-	$(PY) benchmark/run.py benchmark/plans/cpu.yaml --out 'benchmark/reports/{cpu}' --fresh $(ARGS); code=$$?; \
-		$(PY) benchmark/report.py 'benchmark/reports/{cpu}'; exit $$code
+	$(PY) benchmark/run.py benchmark/plans/cpu.yaml --out auto --fresh $(ARGS); code=$$?; \
+		$(PY) benchmark/report.py auto; exit $$code
 
 benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick; with the peers that are installed
 	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \

@@ -1,11 +1,10 @@
 """From the cells that run.py left to report.md and its figures, in the same folder; and a comparison of any two runs.
 
-    python benchmark/report.py benchmark/reports/cpu-bf16
+    python benchmark/report.py benchmark/reports/cpu-bf16      # or auto, as run.py's --out
     python benchmark/report.py compare A B --out DIR      # each a cell's JSON or the folder of a run; compare.png goes to DIR
 
 The report says what was measured and nothing else: a group without cells has no section. DIR/notes.md, if there is one, is
-included as "What was tried". Times count from the start of the process, for every program: imports and compilation included. In a
-folder's name, {cpu} is the kind of this CPU, as in run.py.
+included as "What was tried". Times count from the start of the process, for every program: imports and compilation included.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Runs a matrix of (program, environment, seed), each cell in a process of its own, and leaves one JSON per cell.
 
-    python benchmark/run.py benchmark/plans/cpu.yaml --out 'benchmark/reports/{cpu}'     # goes on where it stopped
+    python benchmark/run.py benchmark/plans/cpu.yaml --out auto     # goes on where it stopped
     python benchmark/run.py benchmark/plans/cpu.yaml --out DIR --only speed ceiling_first --cores 0,1
     python benchmark/run.py --programs ours pufferl --envs breakout --seeds 1 2 3 --duration 40 --interleave --out runs/speed
 
@@ -21,9 +21,9 @@ A plan is a YAML list of groups:
       timeout: 600             # seconds after which a cell is ended and has failed
       x_label: environments    # kind scaling: what x is
 
-In --out, {cpu} is the kind of this CPU: cpu-bf16, cpu-avx512, cpu-avx2, cpu-arm. A finished cell (its JSON is there, with the same
-command, environment variables and cores) is not run again, unless --fresh. A failed one is recorded with the end of its output, the
-others run, and the exit code is 1. Then: python benchmark/report.py DIR
+--out auto is the folder of this kind of CPU in benchmark/reports: cpu-bf16, cpu-avx512, cpu-avx2, cpu-arm. A finished cell (its JSON
+is there, with the same command, environment variables and cores) is not run again, unless --fresh. A failed one is recorded with the
+end of its output, the others run, and the exit code is 1. Then: python benchmark/report.py DIR
 """
 
 import argparse
@@ -286,7 +286,7 @@ def kind_of_cpu(info: str) -> tuple[str, str]:
 
 
 def report_folder(text: str) -> pathlib.Path:
-    return pathlib.Path(text.replace("{cpu}", kind_of_cpu(CPUINFO.read_text())[1]))
+    return pathlib.Path(text) if text != "auto" else ROOT / "benchmark/reports" / kind_of_cpu(CPUINFO.read_text())[1]
 
 
 def hardware() -> dict:
