@@ -25,6 +25,7 @@ import pickle
 import platform
 import random
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,8 +38,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
+import psutil
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it: no traceback
+
+    def end_at_once(signum, _):
+        """SIGINT and SIGTERM until the first update is done: there is nothing to save, and what compiles would take its time."""
+        show_cursor = "\033[?25h" if os.isatty(2) else ""
+        os.write(2, f"{show_cursor}{signal.Signals(signum).name}: ended while starting, nothing was trained yet\n".encode())
+        for child in psutil.Process().children(recursive=True):  # compilers, environment workers
+            child.kill()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, end_at_once)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun is killed, save and end
 
@@ -46,7 +59,6 @@ import fsspec
 import gymnasium as gym
 import numpy as np
 import numpy.lib.recfunctions
-import psutil
 import pufferlib
 import pufferlib.emulation
 import pufferlib.vector
@@ -150,8 +162,8 @@ class Args:
     # Network and speed
     hidden_size: int = 128
     """width of the encoder and of the LSTM"""
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """of the matrix products; parameters, LSTM cell state, heads and losses stay float32 (on CUDA float32 means TF32)"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the matrix products, Muon's too; auto takes bfloat16 where the hardware multiplies it faster than float32. Parameters, LSTM cell state, heads and losses stay float32 (on CUDA float32 means TF32)"""
     compile: bool = True
     """torch.compile the policy step and the update (needs a C++ compiler); eager always works"""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
@@ -161,7 +173,7 @@ class Args:
 
     # Run
     time_limit: float | None = None
-    """stop after this many seconds of training, those before a resume included"""
+    """stop after this many seconds of training, those before a resume included; compiling does not count"""
     log_interval: int = 10
     """iterations between two log lines"""
     checkpoint_interval: int = 100
@@ -313,7 +325,9 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
     return 2 * torch.sigmoid(2 * x) - 1
 
 
-UNROLL = 16  # steps of the recurrence in one call; of segments over twice as long, torch.compile compiles that call alone
+UNROLL = (
+    8  # steps of the recurrence that are compiled as one function: twice as many take twice as long to compile, and run no faster
+)
 
 
 def lstm_forward(x, h, c, dones, weight, bias):
@@ -526,35 +540,56 @@ def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], advantages, returns, values, weight, args)
 
 
-def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Replaces the singular values of a matrix by ones, roughly: the quintic iteration of Muon (Jordan et al. 2024)."""
+def newton_schulz(updates: torch.Tensor, dtype: torch.dtype, steps: int = 5) -> torch.Tensor:
+    """Replaces the singular values of matrices (batch, rows, columns) by ones, roughly: the quintic iteration of Muon
+    (Jordan et al. 2024), x <- (a + b G + c G^2) x with G = x x'. In float32 the factors are multiplied up on the small matrix G,
+    and x comes last: half the work. bfloat16 has not the digits for that. Returns the same shape, of this dtype.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = update.bfloat16()
-    x = x.t() if update.shape[0] > update.shape[1] else x
-    x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.t()
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.t() if update.shape[0] > update.shape[1] else x
+    tall = updates.shape[1] > updates.shape[2]
+    x = (updates.mT if tall else updates).to(dtype)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    if dtype == torch.float32:
+        gram = x @ x.mT
+        identity = torch.eye(gram.shape[1], device=x.device).expand_as(gram)
+        product = identity
+        for _ in range(steps):
+            factor = torch.baddbmm(a * identity + b * gram, gram, gram, alpha=c)
+            product, gram = factor @ product, factor @ gram @ factor
+        x = product @ x
+    else:
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
 
-    def __init__(self, parameters, lr: torch.Tensor, momentum: float):
+    def __init__(self, parameters, lr: torch.Tensor, momentum: float, dtype: torch.dtype):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self.dtype = dtype  # of the iteration
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            momentum, same_shape = group["momentum"], defaultdict(list)
             for parameter in group["params"]:
-                if parameter not in self.state:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = self.state[parameter]["momentum_buffer"]
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
-                rows, columns = parameter.shape
-                parameter.sub_(update.float() * (group["lr"] * max(1, rows / columns) ** 0.5))
+                same_shape[parameter.shape].append(parameter)
+            for (
+                rows,
+                columns,
+            ), parameters in same_shape.items():  # one batched product for all of a shape: the LSTM's two matrices
+                updates = []
+                for parameter in parameters:
+                    if parameter not in self.state:
+                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                    buffer = self.state[parameter]["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+                    updates.append(parameter.grad.lerp(buffer, momentum))  # Nesterov
+                updates = newton_schulz(torch.stack(updates), self.dtype).float() * (group["lr"] * max(1, rows / columns) ** 0.5)
+                for parameter, update in zip(parameters, updates):
+                    parameter.sub_(update)
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
@@ -567,7 +602,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
         return [adam(agent.parameters(), lr=lr, betas=(args.momentum, 0.999))]
     matrices = [p for p in agent.parameters() if p.ndim == 2 and p is not getattr(agent, "actor_logstd", None)]
     rest = [p for p in agent.parameters() if not any(p is m for m in matrices)]
-    return [Muon(matrices, lr, args.momentum), adam(rest, lr=adam_lr)]
+    return [Muon(matrices, lr, args.momentum, agent.dtype), adam(rest, lr=adam_lr)]
 
 
 class Recorded:
@@ -618,10 +653,12 @@ def train(args: Args, job: dist.Store, resumed: dict | None = None) -> int:
     with other_ranks():
         for parameter in parameters:
             dist.broadcast(parameter.data, src=0)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(choose_threads(args, len(nn.utils.parameters_to_vector(parameters))))
     optimizers = make_optimizers(agent, args)
     learning_rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     if args.compile:
-        compile_hot_functions(args.compile_mode, T)
+        compile_hot_functions(args.compile_mode)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid become row 0 of the next, its
     # values are the bootstrap, its actions and logprobs count for nothing.
@@ -766,6 +803,8 @@ def train(args: Args, job: dist.Store, resumed: dict | None = None) -> int:
                 losses = dict(zip(LOSSES, (statistics / updates).tolist()))  # the one read of the update: waits for the device
                 stopped = losses.pop("stopping") > 0  # some rank was told to: all stop after the same iteration
 
+            if iteration == run.first_iteration:  # all is compiled, and there is something to save
+                run.started(), stop.listen()
             iteration, step = iteration + 1, step + N * T * WORLD_SIZE
 
             # LOGGING, CHECKPOINT
@@ -1014,6 +1053,17 @@ def seed_everything(seed: int, deterministic: bool = True):
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = deterministic
     torch.set_float32_matmul_precision("high")
+
+
+def choose_threads(args: Args, num_parameters: int) -> int:
+    """One thread for each half GFLOP of an update, since threads with less to do wait for each other; at most one for each core
+    that this process may use. An update is three products (forward, and two backward) of 2 FLOP per parameter and step."""
+    cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:  # a container's quota; "max" is none
+        quota, period = map(int, file.read().split())
+        cores = min(cores, -(-quota // period))
+    work = 6 * num_parameters * min(args.minibatch_size, args.max_minibatch_size)
+    return max(1, min(cores, round(work / 0.5e9)))
 
 
 def keep_freed_memory():
@@ -1313,8 +1363,9 @@ def warn(message: str):
 class StopSignals:
     """Notes SIGINT and SIGTERM, so that the loop can finish its step and save. A second SIGINT interrupts at once."""
 
-    def __init__(self):
-        self.signum, self.name = 0, None
+    signum, name = 0, None
+
+    def listen(self):
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.note)
 
@@ -1327,7 +1378,21 @@ class StopSignals:
         )  # print is not reentrant
 
 
-def compile_hot_functions(mode: str, num_steps: int):
+def compile_whole_files(cpp_builder):
+    """Has the C++ compiler write to a temporary name: a start killed meanwhile would leave half a library in torch's cache, and no later one would start."""
+    compile = cpp_builder._run_compile_cmd
+
+    def compile_then_rename(command: str, cwd: str):
+        words = shlex.split(command)
+        output = words.index("-o") + 1
+        target, words[output] = words[output], f"{words[output]}.{os.getpid()}"
+        compile(shlex.join(words), cwd)
+        os.replace(words[output], target)
+
+    cpp_builder._run_compile_cmd = compile_then_rename
+
+
+def compile_hot_functions(mode: str):
     """Compiles what runs often. Without a C++ compiler, says so and stays eager."""
     from torch._inductor import cpp_builder
 
@@ -1336,11 +1401,8 @@ def compile_hot_functions(mode: str, num_steps: int):
     except Exception:
         warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
         return
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # LSTM: else it is traced anew in every process
-    whole = (
-        [draw_minibatch, weigh_minibatch, minibatch_loss] if num_steps <= 2 * UNROLL else [lstm_forward, lstm_backward, ppo_loss]
-    )
-    for function in (act, *whole):
+    compile_whole_files(cpp_builder)
+    for function in (act, lstm_forward, lstm_backward, draw_minibatch, weigh_minibatch, ppo_loss):
         globals()[function.__name__] = torch.compile(function, mode=mode, dynamic=False)
 
 
@@ -1355,6 +1417,7 @@ class Run:
         self.start, self.before = time.perf_counter(), resumed["seconds"] if resumed else 0.0
         self.first_step = self.last_step = resumed["step"] if resumed else 0
         self.first_iteration, self.last_time, self.steady = resumed["iteration"] if resumed else 0, self.before, None
+        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
         self.phases, self.logged_phases, self.row = defaultdict(float), {}, {}
         self.failed, self.live, self.profiler = set(), None, None
         self.busy, self.ranks = 0.0, {"world_size": WORLD_SIZE, "backend": "nccl" if args.device == "cuda" else "gloo"}
@@ -1399,14 +1462,21 @@ class Run:
 
             self.writer = SummaryWriter(self.local_folder, purge_step=self.first_step + 1 if resumed else None)
             self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(asdict(args), sort_keys=False) + "```")
+        psutil.cpu_percent()
+        threads, why = torch.get_num_threads(), fast_bfloat16(args.device) or "no fast bfloat16 here"
+        machine = f"{args.device}, {threads} thread{'s' * (threads > 1)}, {args.precision} ({why})"
+        print(f"{'' if resumed else preset_hint(args)}on: {machine}\nrun: {self.folder}", file=sys.stderr, flush=True)
+        starting = "compiling: about half a minute at the first start with these sizes, some seconds at later ones"
         if args.dashboard and sys.stderr.isatty():
             from rich.console import Console
-            from rich.live import Live
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-            self.live = Live(console=Console(stderr=True), auto_refresh=False)
+            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            self.live = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.live.add_task(starting if args.compile else "starting")
             self.live.start()
-        psutil.cpu_percent()
-        print(f"{'' if resumed else preset_hint(args)}run: {self.folder}", file=sys.stderr, flush=True)
+        elif args.compile:
+            print(starting, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def tolerate(self, what: str):
@@ -1425,14 +1495,24 @@ class Run:
         yield
         self.phases[name] += time.perf_counter() - start - (sum(self.phases.values()) - others)
 
+    def started(self):
+        """After the first update: what was compiled by then does not count for --time-limit."""
+        self.startup += time.perf_counter() - self.start
+        if self.live:
+            from rich.live import Live
+
+            self.live.stop()
+            self.live = Live(console=self.live.console, auto_refresh=False)
+            self.live.start()
+
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Seconds since the start, those before a resume included."""
         return self.before + time.perf_counter() - self.start
 
     @property
     def out_of_time(self) -> bool:
-        return self.args.time_limit is not None and self.seconds >= self.args.time_limit
+        return self.args.time_limit is not None and self.seconds - self.startup >= self.args.time_limit
 
     def profiler_step(self, iteration: int):
         """--profile: a trace of iterations 6 to 8, after compilation."""
@@ -1497,7 +1577,7 @@ class Run:
         """The model first, then the trainer state that names it: at every moment a trainer state and its model are whole."""
         model_file = f"model_{self.env_name}_{iteration:06d}.pt"
         state = {
-            "iteration": iteration, "step": step, "seconds": self.seconds, "model_file": model_file, "config": asdict(self.args),
+            "iteration": iteration, "step": step, "seconds": self.seconds, "startup": self.startup, "model_file": model_file, "config": asdict(self.args),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng,
         }  # fmt: skip
         with self.tolerate("checkpoint"):
@@ -1557,7 +1637,9 @@ class SilentRun(Run):
     """A Run on the ranks that write and show nothing."""
 
     def __init__(self, args: Args, agent: Agent, envs: Envs, resumed: dict | None):
-        self.args, self.start, self.before = args, time.perf_counter(), resumed["seconds"] if resumed else 0.0
+        self.args, self.start, self.live = args, time.perf_counter(), None
+        self.before, self.first_iteration = (resumed["seconds"], resumed["iteration"]) if resumed else (0.0, 0)
+        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
         self.phases, self.busy = defaultdict(float), 0.0
 
     def nothing(self, *_):
@@ -1684,6 +1766,7 @@ def evaluate(args: Args) -> int:
     n = envs.num_agents
     quota = args.eval_episodes // n + (np.arange(n) < args.eval_episodes % n)
     counts, finished, stop = np.zeros(n, int), [], StopSignals()
+    stop.listen()
 
     def logged_episodes() -> float:  # some C environments log episodes without ever flagging an end
         return sum(count for count, _ in envs.logs.get("n", ()))
@@ -1734,6 +1817,25 @@ LIMITS = {  # argument: (least, most), so that a slip of the hand is caught befo
 }  # fmt: skip
 
 
+def fast_bfloat16(device: str) -> str | None:
+    """What here multiplies bfloat16 faster than float32; None if nothing does."""
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        return f"compute capability {major}.{minor}" if major >= 8 else None
+    able = torch.cpu.get_capabilities()
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's bfloat16"}
+    return next((name for key, name in names.items() if able.get(key)), None)
+
+
+def seconds_of_product(dtype: torch.dtype, device: str) -> float:
+    """Of two 256 x 256 matrices: what a layer of this size costs."""
+    x = torch.ones(256, 256, dtype=dtype, device=device)
+    float((x @ x).sum())  # the first one loads libraries
+    start = time.perf_counter()
+    float((x @ x).sum())
+    return time.perf_counter() - start
+
+
 def check_args(args: Args):
     for name, (least, most) in LIMITS.items():
         value, flag = getattr(args, name), "--" + name.replace("_", "-")
@@ -1755,6 +1857,11 @@ def check_args(args: Args):
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.precision == "auto":
+        args.precision = "bfloat16" if fast_bfloat16(args.device) else "float32"
+    elif args.precision == "bfloat16" and not fast_bfloat16(args.device):
+        times = seconds_of_product(torch.bfloat16, args.device) / seconds_of_product(torch.float32, args.device)
+        warn(f"--precision bfloat16: products take {times:.0f} times as long as in float32 on this hardware")
     if args.cuda_graphs and args.device != "cuda" and not args.evaluate:
         raise UsageError(f"--cuda-graphs: needs a GPU, and this runs with --device {args.device}")
 

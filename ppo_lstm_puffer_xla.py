@@ -37,14 +37,15 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+import psutil
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first update is done Ctrl-C just ends it, and XLA's compiler with it
 
 import fsspec
 import gymnasium as gym
 import numpy as np
 import numpy.lib.recfunctions
-import psutil
 import pufferlib
 import pufferlib.emulation
 import pufferlib.vector
@@ -158,12 +159,12 @@ class Args:
     # Network and speed
     hidden_size: int = 128
     """width of the encoder and of the LSTM"""
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """of the matrix products; parameters, LSTM cell state, heads and losses stay float32 (a TPU's own float32 products use bfloat16 too)"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the matrix products, Muon's too; auto is bfloat16 on a TPU, float32 on XLA's CPU device. Parameters, LSTM cell state, heads and losses stay float32 (a TPU's own float32 products use bfloat16 too)"""
 
     # Run
     time_limit: float | None = None
-    """stop after this many seconds of training, those before a resume included"""
+    """stop after this many seconds of training, those before a resume included; compiling does not count"""
     log_interval: int = 10
     """iterations between two log lines"""
     checkpoint_interval: int = 100
@@ -502,35 +503,46 @@ def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], advantages, returns, values, weight, args)
 
 
-def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Replaces the singular values of a matrix by ones, roughly: the quintic iteration of Muon (Jordan et al. 2024)."""
+def newton_schulz(updates: torch.Tensor, dtype: torch.dtype, steps: int = 5) -> torch.Tensor:
+    """Replaces the singular values of matrices (batch, rows, columns) by ones, roughly: the quintic iteration of Muon
+    (Jordan et al. 2024), x <- (a + b G + c G^2) x with G = x x'. Returns the same shape, of this dtype.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = update.bfloat16()
-    x = x.t() if update.shape[0] > update.shape[1] else x
-    x = x / (x.norm() + 1e-7)
+    tall = updates.shape[1] > updates.shape[2]
+    x = (updates.mT if tall else updates).to(dtype)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.t()
-        x = a * x + (b * gram + c * gram @ gram) @ x  # torch_xla would leave the device for addmm with beta
-    return x.t() if update.shape[0] > update.shape[1] else x
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x  # torch_xla would leave the device for baddbmm with beta
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for matrices: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
 
-    def __init__(self, parameters, lr: torch.Tensor, momentum: float):
+    def __init__(self, parameters, lr: torch.Tensor, momentum: float, dtype: torch.dtype):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self.dtype = dtype  # of the iteration
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            momentum, same_shape = group["momentum"], defaultdict(list)
             for parameter in group["params"]:
-                if parameter not in self.state:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = self.state[parameter]["momentum_buffer"]
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
-                rows, columns = parameter.shape
-                parameter.sub_(update.float() * (group["lr"] * max(1, rows / columns) ** 0.5))
+                same_shape[parameter.shape].append(parameter)
+            for (
+                rows,
+                columns,
+            ), parameters in same_shape.items():  # one batched product for all of a shape: the LSTM's two matrices
+                updates = []
+                for parameter in parameters:
+                    if parameter not in self.state:
+                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                    buffer = self.state[parameter]["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+                    updates.append(parameter.grad.lerp(buffer, momentum))  # Nesterov
+                updates = newton_schulz(torch.stack(updates), self.dtype).float() * (group["lr"] * max(1, rows / columns) ** 0.5)
+                for parameter, update in zip(parameters, updates):
+                    parameter.sub_(update)
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
@@ -543,7 +555,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
         return [adam(agent.parameters(), lr=lr, betas=(args.momentum, 0.999))]
     matrices = [p for p in agent.parameters() if p.ndim == 2 and p is not getattr(agent, "actor_logstd", None)]
     rest = [p for p in agent.parameters() if not any(p is m for m in matrices)]
-    return [Muon(matrices, lr, args.momentum), adam(rest, lr=adam_lr)]
+    return [Muon(matrices, lr, args.momentum, agent.dtype), adam(rest, lr=adam_lr)]
 
 
 def anneal(schedule: str, progress: float) -> float:
@@ -731,6 +743,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 losses = dict(zip(LOSSES, means.tolist()))
 
             del batch, targets, values, ratio, minibatch, steps  # else they take memory beside the next segment
+            if iteration == run.first_iteration:  # most is compiled, and there is something to save
+                run.started(), stop.listen()
             iteration, step = iteration + 1, step + N * hosts * T
 
             # LOGGING, CHECKPOINT
@@ -1313,8 +1327,9 @@ def warn(message: str):
 class StopSignals:
     """Notes SIGINT and SIGTERM, so that the loop can finish its step and save. A second SIGINT interrupts at once."""
 
-    def __init__(self):
-        self.signum, self.name = 0, None
+    signum, name = 0, None
+
+    def listen(self):
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.note)
 
@@ -1338,6 +1353,7 @@ class Run:
         self.start, self.before = time.perf_counter(), resumed["seconds"] if resumed else 0.0
         self.first_step = self.last_step = resumed["step"] if resumed else 0
         self.first_iteration, self.last_time, self.steady = resumed["iteration"] if resumed else 0, self.before, None
+        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
         self.phases, self.logged_phases, self.row = defaultdict(float), {}, {}
         self.failed, self.live, self.profiler, self.warm_compiles = set(), None, None, None
         self.env_name = args.env_id.replace("/", "-").replace(":", "-")
@@ -1381,14 +1397,20 @@ class Run:
 
             self.writer = SummaryWriter(self.local_folder, purge_step=self.first_step + 1 if resumed else None)
             self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(asdict(args), sort_keys=False) + "```")
+        psutil.cpu_percent()
+        machine = f"{xr.global_runtime_device_count()} x {args.device}, {args.precision}"
+        print(f"{'' if resumed else preset_hint(args)}on: {machine}\nrun: {self.folder}", file=sys.stderr, flush=True)
+        starting = "compiling: about half a minute at every start"
         if args.dashboard and sys.stderr.isatty():
             from rich.console import Console
-            from rich.live import Live
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-            self.live = Live(console=Console(stderr=True), auto_refresh=False)
+            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            self.live = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.live.add_task(starting)
             self.live.start()
-        psutil.cpu_percent()
-        print(f"{'' if resumed else preset_hint(args)}run: {self.folder}", file=sys.stderr, flush=True)
+        else:
+            print(starting, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def tolerate(self, what: str):
@@ -1407,14 +1429,24 @@ class Run:
         yield
         self.phases[name] += time.perf_counter() - start - (sum(self.phases.values()) - others)
 
+    def started(self):
+        """After the first update: what was compiled by then does not count for --time-limit."""
+        self.startup += time.perf_counter() - self.start
+        if self.live:
+            from rich.live import Live
+
+            self.live.stop()
+            self.live = Live(console=self.live.console, auto_refresh=False)
+            self.live.start()
+
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Seconds since the start, those before a resume included."""
         return self.before + time.perf_counter() - self.start
 
     @property
     def out_of_time(self) -> bool:
-        return self.args.time_limit is not None and self.seconds >= self.args.time_limit
+        return self.args.time_limit is not None and self.seconds - self.startup >= self.args.time_limit
 
     def profiler_step(self, iteration: int):
         """--profile: a trace of iterations 6 to 8, after compilation."""
@@ -1477,7 +1509,7 @@ class Run:
         """The model first, then the trainer state that names it: at every moment a trainer state and its model are whole."""
         model_file = f"model_{self.env_name}_{iteration:06d}.pt"
         state = {
-            "iteration": iteration, "step": step, "seconds": self.seconds, "model_file": model_file, "config": asdict(self.args),
+            "iteration": iteration, "step": step, "seconds": self.seconds, "startup": self.startup, "model_file": model_file, "config": asdict(self.args),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng,
         }  # fmt: skip
         with self.tolerate("checkpoint"):
@@ -1540,8 +1572,9 @@ class SilentRun(Run):
     """A Run on the hosts that write and show nothing."""
 
     def __init__(self, args: Args, agent: Agent, envs: Envs, resumed: dict | None):
-        self.args, self.envs, self.start = args, envs, time.perf_counter()
+        self.args, self.envs, self.start, self.live = args, envs, time.perf_counter(), None
         self.before, self.first_iteration = (resumed["seconds"], resumed["iteration"]) if resumed else (0.0, 0)
+        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
         self.phases = defaultdict(float)
 
     def log(self, *_):
@@ -1671,6 +1704,7 @@ def evaluate(args: Args) -> int:
     n = envs.num_agents
     quota = args.eval_episodes // n + (np.arange(n) < args.eval_episodes % n)
     counts, finished, stop = np.zeros(n, int), [], StopSignals()
+    stop.listen()
 
     def logged_episodes() -> float:  # some C environments log episodes without ever flagging an end
         return sum(count for count, _ in envs.logs.get("n", ()))
@@ -1738,6 +1772,8 @@ def check_args(args: Args):
         raise UsageError(
             f"--max-minibatch-size {args.max_minibatch_size}: must divide --minibatch-size {args.minibatch_size} and be a multiple of --num-steps {args.num_steps}"
         )
+    if args.precision == "auto":  # XLA's CPU device emulates bfloat16
+        args.precision = "bfloat16" if args.device == "tpu" else "float32"
 
 
 def check_sizes(args: Args, num_agents: int):
