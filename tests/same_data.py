@@ -71,22 +71,13 @@ def same_uniform(size, **_):
     return share(torch.rand_like(torch.empty(size * WORLD_SIZE), generator=generator))
 
 
-def newton_schulz(update):
-    """In float32: bfloat16 would round two almost equal gradients to different numbers."""
-    x = update / update.norm()
-    for _ in range(5):
-        gram = x @ x.t()
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x
-
-
 def clip_grad_norm_(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_):
     seen.setdefault("gradients", [parameter.grad.clone() for parameter in parameters])
     seen["parameters"] = parameters  # the same objects to the end
     return clip(parameters, max_norm)
 
 
-script.make_envs, script.Agent.sampling_noise, script.newton_schulz = SameEnvs, same_noise, newton_schulz
+script.make_envs, script.Agent.sampling_noise = SameEnvs, same_noise
 script.torch.rand, script.nn.utils.clip_grad_norm_ = same_uniform, clip_grad_norm_
 sys.argv = [f"{name}.py", *arguments]
 code = script.main()

@@ -620,17 +620,30 @@ def test_accumulated_gradients_equal_those_of_the_whole_minibatch(whole_batch_ru
 # Muon ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (512, 128), (1, 128)])
-def test_newton_schulz_brings_singular_values_near_one(shape):
+def test_newton_schulz_brings_singular_values_near_one(shape, dtype):
     torch.manual_seed(1)
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     matrix = left * torch.linspace(0.1, 3, min(shape)) @ right  # a condition number of 30
-    result = ppo.newton_schulz(matrix)
-    assert result.shape == shape
+    other, result = ppo.newton_schulz(torch.stack((torch.randn(shape), matrix)), dtype)
+    assert other.shape == result.shape == shape
+    assert result.dtype == dtype
     values = torch.linalg.svdvals(result.float())
     assert values.min() > 0.6
     assert values.max() < 1.3
     assert (result.float() * matrix).sum() > 0, "and keeps the direction"
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (128, 128)])
+def test_newton_schulz_in_float32_is_the_plain_iteration(shape):
+    torch.manual_seed(1)
+    matrix = torch.randn(shape)
+    expected = matrix.double() / matrix.double().norm()
+    for _ in range(5):
+        gram = expected @ expected.T
+        expected = 3.4445 * expected + (-4.7750 * gram + 2.0315 * gram @ gram) @ expected
+    torch.testing.assert_close(ppo.newton_schulz(matrix[None], torch.float32)[0], expected.float(), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 8)])
@@ -639,7 +652,7 @@ def test_muon_steps_as_torchs_own_does(shape):
     start = torch.randn(shape)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     optimizers = (
-        ppo.Muon([ours], lr=torch.tensor(0.1), momentum=0.9),
+        ppo.Muon([ours], lr=torch.tensor(0.1), momentum=0.9, dtype=torch.bfloat16),
         torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.0),
     )
     for _ in range(3):

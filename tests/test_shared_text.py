@@ -13,7 +13,8 @@ DIFFERENT = {
     },
     "ppo_lstm_puffer_xla.py": {
         "Args", "tanh", "UNROLL", "lstm_forward", "lstm_backward", "LSTM", "compute_advantages", "sample_segments", "act", "minibatch_loss",
-        "newton_schulz", "make_optimizers", "Recorded", "train", "seed_everything", "keep_freed_memory", "compile_hot_functions",
+        "newton_schulz", "make_optimizers", "Recorded", "train", "seed_everything", "choose_threads", "keep_freed_memory", "compile_whole_files",
+        "compile_hot_functions", "fast_bfloat16", "seconds_of_product",
         "Run.__init__", "Run.profiler_step", "Run.export_trace", "Run.log", "Run.close", "serialized", "evaluate", "check_args", "main",
     },
 }  # fmt: skip

@@ -13,14 +13,14 @@ import psutil
 import pytest
 import test_runs
 import torch
-from conftest import PYTHON, ROOT, SCRIPT, SMALL, environment, metrics, read_metrics, run_script, start_script
+from conftest import PYTHON, ROOT, SMALL, environment, metrics, read_metrics, run_script, start_script
 from test_algorithm import loop_over_cells, recurrence, trajectory
 from test_runs import equal, started, wait_for
 
 import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_xla as xla
 
-XLA, FLOAT32_MUON = ROOT / "ppo_lstm_puffer_xla.py", ROOT / "tests" / "xla" / "float32_muon.py"
+XLA = ROOT / "ppo_lstm_puffer_xla.py"
 ON_CPU = ["--device", "cpu", *(argument for argument in SMALL if argument != "--no-compile")]
 STEPS = 16 * 16  # of an iteration with the small arguments
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # in a third of the time; slow to run
@@ -33,10 +33,6 @@ def launcher(devices: int = 1, flags: str = QUICK_TO_COMPILE) -> tuple[str, ...]
 
 def run_xla(*arguments, cwd, devices: int = 1, flags: str = QUICK_TO_COMPILE, **kwargs) -> subprocess.CompletedProcess:
     return run_script(*ON_CPU, *arguments, cwd=cwd, launcher=launcher(devices, flags), **{"small": False, "script": XLA} | kwargs)
-
-
-def run_with_float32_muon(*arguments, cwd, devices: int = 1) -> subprocess.CompletedProcess:
-    return run_script(XLA, *ON_CPU, *arguments, cwd=cwd, launcher=launcher(devices), small=False, script=FLOAT32_MUON)
 
 
 def succeed(*arguments, runner=run_xla, **kwargs) -> pathlib.Path:
@@ -132,10 +128,8 @@ def test_first_update_is_the_references(tmp_path, optimizer):
     arguments = ["--total-timesteps", STEPS, "--update-epochs", "0.5", "--checkpoint-interval", "1", "--optimizer", optimizer]
     arguments += ["--learning-rate", "0.03" if optimizer == "muon" else "0.001"]
     (tmp_path / "ours").mkdir()
-    ours = succeed(*arguments, cwd=tmp_path / "ours", runner=run_with_float32_muon)
-    theirs = succeed(
-        SCRIPT, *SMALL, "--device", "cpu", *arguments, cwd=tmp_path, runner=run_script, small=False, script=FLOAT32_MUON
-    )
+    ours = succeed(*arguments, cwd=tmp_path / "ours")
+    theirs = succeed("--device", "cpu", *arguments, cwd=tmp_path, runner=run_script)
     (model,), (expected,) = models(ours), models(theirs)
     assert model.keys() == expected.keys()
     for name in expected:
@@ -176,14 +170,14 @@ def test_ratio_is_one_before_the_first_update(tmp_path, arguments):
 @pytest.fixture(scope="module")
 def three_iterations(tmp_path_factory):
     """The folder of a run of three iterations on one device, each with a checkpoint."""
-    return succeed(*THREE_ITERATIONS, cwd=tmp_path_factory.mktemp("three"), runner=run_with_float32_muon)
+    return succeed(*THREE_ITERATIONS, cwd=tmp_path_factory.mktemp("three"))
 
 
 THREE_ITERATIONS = ["--total-timesteps", 3 * STEPS, "--checkpoint-interval", "1"]
 
 
 def test_four_devices_train_as_one(three_iterations, tmp_path):
-    four = succeed(*THREE_ITERATIONS, cwd=tmp_path, devices=4, runner=run_with_float32_muon)
+    four = succeed(*THREE_ITERATIONS, cwd=tmp_path, devices=4)
     assert [metrics(run)["hardware"]["devices"] for run in (three_iterations, four)] == [1, 4]
     assert metrics(four)["xla"]["compiled_after_warm_up"] == 0
     for one_device, devices in zip(models(three_iterations), models(four), strict=True):
@@ -192,7 +186,7 @@ def test_four_devices_train_as_one(three_iterations, tmp_path):
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_minibatch(three_iterations, tmp_path):
-    split = succeed(*THREE_ITERATIONS, "--max-minibatch-size", "64", cwd=tmp_path, runner=run_with_float32_muon)
+    split = succeed(*THREE_ITERATIONS, "--max-minibatch-size", "64", cwd=tmp_path)
     for name, value in models(three_iterations)[0].items():
         torch.testing.assert_close(models(split)[0][name], value, atol=1e-4, rtol=0, msg=name)
 
@@ -240,7 +234,7 @@ def test_breakout_learns_to_keep_the_ball(tmp_path):
     # The reference's own test at three quarters of its length. A random policy scores below 1.
     run = succeed(
         "--num-envs", "256", "--minibatch-size", "2048", "--num-steps", "32", "--total-timesteps", "750000", "--hidden-size", "64",
-        "--log-interval", "10", "--precision", "bfloat16", cwd=tmp_path, timeout=400, flags="",
+        "--log-interval", "10", "--precision", "auto", cwd=tmp_path, timeout=400, flags="",
     )  # fmt: skip
     rows = [row for row in read_metrics(run) if "env/score" in row][-3:]
     assert sum(row["env/score"] for row in rows) / 3 >= 5
