@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
     def end_at_once(signum, _):
         """SIGINT and SIGTERM until the first update is done: there is nothing to save, and what compiles would take its time."""
-        show_cursor = "\033[?25h" if os.isatty(2) else ""
+        show_cursor = "\033[?25h\n" if os.isatty(2) else ""  # the spinner hid it
         os.write(2, f"{show_cursor}{signal.Signals(signum).name}: ended while starting, nothing was trained yet\n".encode())
         for child in psutil.Process().children(recursive=True):  # compilers, environment workers
             child.kill()

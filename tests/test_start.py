@@ -1,0 +1,126 @@
+"""What a start finds out (precision, threads), what its compiling leaves behind, and what --time-limit counts."""
+
+import os
+import pathlib
+import re
+import types
+
+import pytest
+import torch
+import yaml
+from conftest import newest_run, run_script
+
+import ppo_lstm_puffer as ppo
+
+DEFAULT_NETWORK = 148_000  # parameters
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, "float32"),
+        ({"avx512_f": True, "avx512_bf16": False}, "float32"),
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True}, "bfloat16"),
+        ({"neon": True, "bf16": True}, "bfloat16"),
+        ({}, "float32"),
+    ],
+)
+def test_precision_auto_is_bfloat16_where_the_cpu_multiplies_it(monkeypatch, capabilities, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    args = ppo.Args(device="cpu")
+    ppo.check_args(args)
+    assert args.precision == precision
+
+
+@pytest.mark.parametrize(("capability", "precision"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_precision_auto_is_bfloat16_from_compute_capability_8_on(monkeypatch, capability, precision):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    args = ppo.Args(device="cuda")
+    ppo.check_args(args)
+    assert args.precision == precision
+
+
+def test_bfloat16_where_it_is_slow_is_taken_with_one_line_that_says_how_slow(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
+    args = ppo.Args(device="cpu", precision="bfloat16")
+    ppo.check_args(args)
+    assert args.precision == "bfloat16"
+    assert re.fullmatch(r"warning: --precision bfloat16: products take \d+ times as long .*\n", capsys.readouterr().err)
+
+
+def test_what_was_chosen_is_printed_stored_and_kept_by_a_resumed_run(tmp_path):
+    chosen = "bfloat16" if ppo.fast_bfloat16("cpu") else "float32"
+    other = "float32" if chosen == "bfloat16" else "bfloat16"
+    result = run_script("--precision", "auto", cwd=tmp_path)
+    assert f"on: cpu, 1 thread, {chosen} (" in result.stderr
+    assert yaml.safe_load((newest_run(tmp_path) / "config.yaml").read_text())["precision"] == chosen
+    run_script("--precision", other, "--total-timesteps", "1024", cwd=tmp_path)  # a run of a machine of the other kind
+    result = run_script("--resume", "latest", "--total-timesteps", "2048", cwd=tmp_path, small=False)
+    assert result.returncode == 0, result.stderr
+    assert f"on: cpu, 1 thread, {other} (" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("steps", "cores", "threads"), [(256, 16, 1), (1024, 1, 1), (1024, 16, 2), (4096, 16, 7), (32768, 2, 2), (32768, 16, 16)]
+)
+def test_threads_follow_the_work_of_an_update_and_the_cores(monkeypatch, steps, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(ppo.psutil, "cpu_count", lambda logical: 16)
+    monkeypatch.setattr("builtins.open", lambda path: (_ for _ in ()).throw(OSError))  # no container
+    assert ppo.choose_threads(ppo.Args(minibatch_size=steps), DEFAULT_NETWORK) == threads
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("max 100000", 16), ("300000 100000", 3), ("50000 100000", 1)])
+def test_threads_keep_to_the_quota_of_a_container(monkeypatch, tmp_path, quota, threads):
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    file = (tmp_path / "cpu.max").open()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(ppo.psutil, "cpu_count", lambda logical: 16)
+    monkeypatch.setattr("builtins.open", lambda path: file)
+    assert ppo.choose_threads(ppo.Args(minibatch_size=32768), DEFAULT_NETWORK) == threads
+
+
+def test_a_compiler_that_is_killed_leaves_no_file_that_looks_whole(tmp_path):
+    target = tmp_path / "kernel.so"
+
+    def killed(command: str, cwd: str):
+        pathlib.Path(command.split()[-1]).write_text("half")
+        raise KeyboardInterrupt
+
+    def whole(command: str, cwd: str):
+        pathlib.Path(command.split()[-1]).write_text("whole")
+
+    for compiler in (killed, whole):
+        builder = types.SimpleNamespace(_run_compile_cmd=compiler)
+        ppo.compile_whole_files(builder)
+        try:
+            builder._run_compile_cmd(f"g++ kernel.cpp -o {target}", str(tmp_path))
+        except KeyboardInterrupt:
+            assert not target.exists()
+    assert target.read_text() == "whole"
+
+
+def test_torchs_compiler_is_called_the_way_that_is_taken_over():
+    from torch._inductor import cpp_builder
+
+    options = cpp_builder.CppTorchOptions(vec_isa=cpp_builder.invalid_vec_isa)
+    command = cpp_builder.CppBuilder("kernel", "kernel.cpp", options, output_dir="folder").get_command_line()
+    assert command.split().count("-o") == 1
+    assert cpp_builder._run_compile_cmd.__code__.co_varnames[:2] == ("cmd_line", "cwd")
+
+
+def test_time_limit_counts_training_and_not_compiling(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(ppo.time, "perf_counter", lambda: now)
+    run = ppo.Run.__new__(ppo.Run)
+    run.args, run.live, run.start, run.before, run.startup = ppo.Args(time_limit=30), None, 100.0, 50.0, 25.0  # 25 s were trained
+    assert not run.out_of_time
+    now = 160.0  # it compiled for a minute
+    run.started()
+    assert not run.out_of_time
+    now = 164.9
+    assert not run.out_of_time
+    now = 165.0
+    assert run.out_of_time
