@@ -179,12 +179,13 @@ def targets(cells: list[dict]) -> str:
             measured = f"{spread(ours, ' s')} against {spread(peers, ' s')}: {share:.2f}, 95 % interval {interval(ratio_of_medians, ours, peers)}"
             add(f"seconds to a mean score of 380 against PuffeRL's{who}", f"at most {part_words}", measured, share <= part)
         if solved := [time_to_score(cell, 850)[0] for cell in runs[name]]:
-            add(
-                f"Breakout solved (mean score 850), every seed{who}",
-                f"under {within} s",
-                spread(solved, " s"),
-                max(solved) < within,
-            )
+            what = f"Breakout solved (mean score 850 with sampled actions), every seed{who}"
+            add(what, f"under {within} s", spread(solved, " s"), max(solved) < within)
+        if played := [(cell["played"]["episodic_return"]["mean"], cell["wall_seconds"]) for cell in runs[name] if "played" in cell]:
+            scores, seconds = map(list, zip(*played))
+            what = f"Breakout solved (850 with its most likely actions, 128 games), every seed, seconds from the command to its end{who}"
+            measured = f"{spread(scores)} after {spread(seconds, ' s')}"
+            add(what, f"850 under {within} s", measured, min(scores) >= 850 and max(seconds) < within)
         if shares := [share for cell in kinds["speed"] if cell["name"] == name and (share := ceiling_share(cell, cells))]:
             what = f"share of the {precisions(kinds['speed'])} matrix-product ceiling{who}"
             add(what, "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
@@ -228,6 +229,12 @@ def learning_section(cells: list[dict]) -> str:
         names = group_by(runs, "name")
         rows = [["score at the end", *(spread(list(map(last_score, some))) for some in names.values())]]
         rows.append(["million steps", *(spread([cell["curve"]["step"][-1] / 1e6 for cell in some]) for some in names.values())])
+        played = [[cell["played"]["episodic_return"]["mean"] for cell in some if "played" in cell] for some in names.values()]
+        if any(played):
+            rows.append(["score with its most likely actions, 128 games", *map(spread, played)])
+        rows.append(
+            ["seconds from the command to its end", *(spread([cell["wall_seconds"] for cell in some]) for some in names.values())]
+        )
         for score in SCORES.get(env_id, ()):
             reached = [[time_to_score(cell, score) for cell in some] for some in names.values()]
             if not all(np.isinf(one).all() for one in reached):

@@ -220,6 +220,9 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         finally:
             stop(process, family)
         result["wall_seconds"] = time.perf_counter() - since
+        if cell["kind"] == "learning" and cell["program"] == "ours" and not error and process.returncode == 0:
+            tick(result["wall_seconds"])
+            result["played"] = play(cell, folder)
         metrics = next((json.loads(path.read_text()) for path in pathlib.Path(folder).rglob("metrics.json")), None)
         if (
             error := error
@@ -244,6 +247,14 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
 def second_half(times: list[float]) -> int:
     """Of two points or more, the first in the second half of the seconds since the first update; what compiles is before that."""
     return min(next(index for index, seconds in enumerate(times) if seconds >= (times[0] + times[-1]) / 2), len(times) - 2)
+
+
+def play(cell: dict, folder: str) -> dict:
+    """What --evaluate prints of 128 games that the trained agent plays with its most likely actions."""
+    (run,) = pathlib.Path(folder).iterdir()
+    words = [interpreter(cell["command"][0]), "ppo_lstm_puffer.py", "--evaluate", run, "--eval-episodes", "128", "--deterministic"]
+    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 def steady_speed(curve: dict) -> float | None:
