@@ -49,7 +49,7 @@ define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $(2)))' || \
 		{ echo "$$($(PYTHON) --version) found, 3.10 to 3.$(2) needed$(3); name one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@command -v gcc >/dev/null || { echo "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
-	@test -x $(1)/bin/python || $(if $(UV),uv venv --quiet --seed --python $(PYTHON),$(PYTHON) -m venv) $(1) || \
+	@test -x $(1)/bin/python || $(if $(UV),uv venv --quiet --seed --python "$$(command -v $(PYTHON))",$(PYTHON) -m venv) $(1) || \
 		{ rm -rf $(1); echo "could not make $(1); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
 	@echo "installing requirements into $(1)"
 	@$(INSTALL) "setuptools==80.9.0" wheel

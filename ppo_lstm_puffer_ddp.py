@@ -44,14 +44,20 @@ if __name__ == "__main__":
     # OpenMP's threads wait for each other awake for some microseconds, then asleep: with its default, milliseconds, one other
     # program on the same cores takes nine tenths of the speed.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    main_pid = os.getpid()
 
     def end_at_once(signum, _):
         """SIGINT and SIGTERM until the first update is done: there is nothing to save, and what compiles would take its time."""
-        show_cursor = "\033[?25h\n" if os.isatty(2) else ""  # the spinner hid it
-        os.write(2, f"{show_cursor}{signal.Signals(signum).name}: ended while starting, nothing was trained yet\n".encode())
-        for child in psutil.Process().children(recursive=True):  # compilers, environment workers
-            child.kill()
-        os._exit(128 + signum)
+        try:
+            if os.getpid() == main_pid:  # not a worker that was just forked
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for child in psutil.Process().children(recursive=True):  # compilers, environment workers
+                    with contextlib.suppress(psutil.Error):
+                        child.kill()
+                show_cursor = "\033[?25h\n" if os.isatty(2) else ""  # the spinner hid it
+                os.write(2, f"{show_cursor}{signal.Signals(signum).name}: ended while starting, nothing is lost\n".encode())
+        finally:
+            os._exit(128 + signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, end_at_once)
@@ -1420,7 +1426,7 @@ class Run:
         self.start, self.before = time.perf_counter(), resumed["seconds"] if resumed else 0.0
         self.first_step = self.last_step = resumed["step"] if resumed else 0
         self.first_iteration, self.last_time, self.steady = resumed["iteration"] if resumed else 0, self.before, None
-        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
+        self.trained_before, self.started_at = resumed.get("trained", self.before) if resumed else 0.0, None
         self.phases, self.logged_phases, self.row = defaultdict(float), {}, {}
         self.failed, self.live, self.profiler = set(), None, None
         self.busy, self.ranks = 0.0, {"world_size": WORLD_SIZE, "backend": "nccl" if args.device == "cuda" else "gloo"}
@@ -1466,7 +1472,8 @@ class Run:
             self.writer = SummaryWriter(self.local_folder, purge_step=self.first_step + 1 if resumed else None)
             self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(asdict(args), sort_keys=False) + "```")
         psutil.cpu_percent()
-        threads, why = torch.get_num_threads(), fast_bfloat16(args.device) or "no fast bfloat16 here"
+        threads, fast = torch.get_num_threads(), fast_bfloat16(args.device)
+        why = "as told" if fast and args.precision == "float32" else fast or "no fast bfloat16 here"
         machine = f"{args.device}, {threads} thread{'s' * (threads > 1)}, {args.precision} ({why})"
         print(f"{'' if resumed else preset_hint(args)}on: {machine}\nrun: {self.folder}", file=sys.stderr, flush=True)
         starting = "compiling: about half a minute at the first start with these sizes, some seconds at later ones"
@@ -1499,14 +1506,21 @@ class Run:
         self.phases[name] += time.perf_counter() - start - (sum(self.phases.values()) - others)
 
     def started(self):
-        """After the first update: what was compiled by then does not count for --time-limit."""
-        self.startup += time.perf_counter() - self.start
-        if self.live:
+        """After the first update: from here on time counts for --time-limit, and the dashboard takes the spinner's place."""
+        self.started_at = time.perf_counter()
+        if self.args.dashboard and sys.stderr.isatty():
+            from rich.console import Console
             from rich.live import Live
 
-            self.live.stop()
-            self.live = Live(console=self.live.console, auto_refresh=False)
+            if self.live:
+                self.live.stop()
+            self.live = Live(console=Console(stderr=True), auto_refresh=False)
             self.live.start()
+
+    @property
+    def trained(self) -> float:
+        """`seconds` without those before the first update, of this start and of all before a resume."""
+        return self.trained_before + (time.perf_counter() - self.started_at if self.started_at else 0)
 
     @property
     def seconds(self) -> float:
@@ -1515,7 +1529,7 @@ class Run:
 
     @property
     def out_of_time(self) -> bool:
-        return self.args.time_limit is not None and self.seconds - self.startup >= self.args.time_limit
+        return self.args.time_limit is not None and self.trained >= self.args.time_limit
 
     def profiler_step(self, iteration: int):
         """--profile: a trace of iterations 6 to 8, after compilation."""
@@ -1536,6 +1550,7 @@ class Run:
         now = self.seconds
         sps = (step - self.last_step) / max(now - self.last_time, 1e-9)
         row = {"step": step, "iteration": iteration, "time": now, "sps": sps, "learning_rate": learning_rate}
+        row["startup"] = now - self.trained
         if episodes := self.envs.episodes:
             returns = [episode[1] for episode in episodes]
             row |= {
@@ -1565,7 +1580,7 @@ class Run:
             self.jsonl.flush()
         with self.tolerate("TensorBoard"):
             for key, value in row.items():
-                if key not in ("step", "time", "iteration", "episodes"):
+                if key not in ("step", "time", "startup", "iteration", "episodes"):
                     self.writer.add_scalar(key if "/" in key else f"charts/{'SPS' if key == 'sps' else key}", value, step)
         if self.live:
             with self.tolerate("dashboard"):
@@ -1580,7 +1595,7 @@ class Run:
         """The model first, then the trainer state that names it: at every moment a trainer state and its model are whole."""
         model_file = f"model_{self.env_name}_{iteration:06d}.pt"
         state = {
-            "iteration": iteration, "step": step, "seconds": self.seconds, "startup": self.startup, "model_file": model_file, "config": asdict(self.args),
+            "iteration": iteration, "step": step, "seconds": self.seconds, "trained": self.trained, "model_file": model_file, "config": asdict(self.args),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng,
         }  # fmt: skip
         with self.tolerate("checkpoint"):
@@ -1642,13 +1657,16 @@ class SilentRun(Run):
     def __init__(self, args: Args, agent: Agent, envs: Envs, resumed: dict | None):
         self.args, self.start, self.live = args, time.perf_counter(), None
         self.before, self.first_iteration = (resumed["seconds"], resumed["iteration"]) if resumed else (0.0, 0)
-        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
+        self.trained_before, self.started_at = resumed.get("trained", self.before) if resumed else 0.0, None
         self.phases, self.busy = defaultdict(float), 0.0
 
     def nothing(self, *_):
         pass
 
     profiler_step = log = save_checkpoint = close = nothing
+
+    def started(self):
+        self.started_at = time.perf_counter()
 
 
 def preset_hint(args: Args) -> str:
@@ -1715,7 +1733,7 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
 
     left = (args.total_timesteps - row["step"]) / max(row["sps"], 1e-9)
     if args.time_limit is not None:
-        left = min(left, args.time_limit - row["time"])
+        left = min(left, args.time_limit - row["time"] + row["startup"])
     system = {"CPU": f"{psutil.cpu_percent():.0f} %", "RAM": f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB"}
     if args.device == "cuda":
         with contextlib.suppress(Exception):
@@ -2015,6 +2033,7 @@ def parse_on_rank_0(argv: list[str], job: dist.Store, store: dist.Store) -> tupl
             if job.check(["run"]):
                 with contextlib.suppress(UsageError):  # it had no checkpoint yet: from the beginning
                     resumed = load_checkpoint(job.get("run").decode(), "--resume")
+                    outcome.precision = resumed["config"].get("precision", outcome.precision)  # this host may be of another kind
         except (UsageError, SystemExit) as error:  # SystemExit: --help
             outcome = error
         store.set("arguments", pickle.dumps(outcome))

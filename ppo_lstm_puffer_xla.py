@@ -743,8 +743,10 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 losses = dict(zip(LOSSES, means.tolist()))
 
             del batch, targets, values, ratio, minibatch, steps  # else they take memory beside the next segment
-            if iteration == run.first_iteration:  # most is compiled, and there is something to save
-                run.started(), stop.listen()
+            if iteration == run.first_iteration:  # there is something to save
+                stop.listen()
+            if iteration == run.first_iteration + WARM_UP - 1:  # all is compiled
+                run.started()
             iteration, step = iteration + 1, step + N * hosts * T
 
             # LOGGING, CHECKPOINT
@@ -1353,7 +1355,7 @@ class Run:
         self.start, self.before = time.perf_counter(), resumed["seconds"] if resumed else 0.0
         self.first_step = self.last_step = resumed["step"] if resumed else 0
         self.first_iteration, self.last_time, self.steady = resumed["iteration"] if resumed else 0, self.before, None
-        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
+        self.trained_before, self.started_at = resumed.get("trained", self.before) if resumed else 0.0, None
         self.phases, self.logged_phases, self.row = defaultdict(float), {}, {}
         self.failed, self.live, self.profiler, self.warm_compiles = set(), None, None, None
         self.env_name = args.env_id.replace("/", "-").replace(":", "-")
@@ -1400,17 +1402,7 @@ class Run:
         psutil.cpu_percent()
         machine = f"{xr.global_runtime_device_count()} x {args.device}, {args.precision}"
         print(f"{'' if resumed else preset_hint(args)}on: {machine}\nrun: {self.folder}", file=sys.stderr, flush=True)
-        starting = "compiling: about half a minute at every start"
-        if args.dashboard and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-            self.live = Progress(*columns, console=Console(stderr=True), transient=True)
-            self.live.add_task(starting)
-            self.live.start()
-        else:
-            print(starting, file=sys.stderr, flush=True)
+        print("compiling: about half a minute at every start", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def tolerate(self, what: str):
@@ -1430,14 +1422,21 @@ class Run:
         self.phases[name] += time.perf_counter() - start - (sum(self.phases.values()) - others)
 
     def started(self):
-        """After the first update: what was compiled by then does not count for --time-limit."""
-        self.startup += time.perf_counter() - self.start
-        if self.live:
+        """After the first update: from here on time counts for --time-limit, and the dashboard takes the spinner's place."""
+        self.started_at = time.perf_counter()
+        if self.args.dashboard and sys.stderr.isatty():
+            from rich.console import Console
             from rich.live import Live
 
-            self.live.stop()
-            self.live = Live(console=self.live.console, auto_refresh=False)
+            if self.live:
+                self.live.stop()
+            self.live = Live(console=Console(stderr=True), auto_refresh=False)
             self.live.start()
+
+    @property
+    def trained(self) -> float:
+        """`seconds` without those before the first update, of this start and of all before a resume."""
+        return self.trained_before + (time.perf_counter() - self.started_at if self.started_at else 0)
 
     @property
     def seconds(self) -> float:
@@ -1446,7 +1445,7 @@ class Run:
 
     @property
     def out_of_time(self) -> bool:
-        return self.args.time_limit is not None and self.seconds - self.startup >= self.args.time_limit
+        return self.args.time_limit is not None and self.trained >= self.args.time_limit
 
     def profiler_step(self, iteration: int):
         """--profile: a trace of iterations 6 to 8, after compilation."""
@@ -1466,6 +1465,7 @@ class Run:
         now = self.seconds
         sps = (step - self.last_step) / max(now - self.last_time, 1e-9)
         row = {"step": step, "iteration": iteration, "time": now, "sps": sps, "learning_rate": learning_rate}
+        row["startup"] = now - self.trained
         if episodes := self.envs.episodes:
             returns = [episode[1] for episode in episodes]
             row |= {
@@ -1494,7 +1494,7 @@ class Run:
             self.jsonl.flush()
         with self.tolerate("TensorBoard"):
             for key, value in row.items():
-                if key not in ("step", "time", "iteration", "episodes"):
+                if key not in ("step", "time", "startup", "iteration", "episodes"):
                     self.writer.add_scalar(key if "/" in key else f"charts/{'SPS' if key == 'sps' else key}", value, step)
         if self.live:
             with self.tolerate("dashboard"):
@@ -1509,7 +1509,7 @@ class Run:
         """The model first, then the trainer state that names it: at every moment a trainer state and its model are whole."""
         model_file = f"model_{self.env_name}_{iteration:06d}.pt"
         state = {
-            "iteration": iteration, "step": step, "seconds": self.seconds, "startup": self.startup, "model_file": model_file, "config": asdict(self.args),
+            "iteration": iteration, "step": step, "seconds": self.seconds, "trained": self.trained, "model_file": model_file, "config": asdict(self.args),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng,
         }  # fmt: skip
         with self.tolerate("checkpoint"):
@@ -1574,7 +1574,7 @@ class SilentRun(Run):
     def __init__(self, args: Args, agent: Agent, envs: Envs, resumed: dict | None):
         self.args, self.envs, self.start, self.live = args, envs, time.perf_counter(), None
         self.before, self.first_iteration = (resumed["seconds"], resumed["iteration"]) if resumed else (0.0, 0)
-        self.startup = resumed.get("startup", 0.0) if resumed else 0.0
+        self.trained_before, self.started_at = resumed.get("trained", self.before) if resumed else 0.0, None
         self.phases = defaultdict(float)
 
     def log(self, *_):
@@ -1585,6 +1585,9 @@ class SilentRun(Run):
         pass
 
     profiler_step = save_checkpoint = close = nothing
+
+    def started(self):
+        self.started_at = time.perf_counter()
 
 
 def preset_hint(args: Args) -> str:
@@ -1651,7 +1654,7 @@ def dashboard(args: Args, row: dict[str, float], folder: str):
 
     left = (args.total_timesteps - row["step"]) / max(row["sps"], 1e-9)
     if args.time_limit is not None:
-        left = min(left, args.time_limit - row["time"])
+        left = min(left, args.time_limit - row["time"] + row["startup"])
     system = {"CPU": f"{psutil.cpu_percent():.0f} %", "RAM": f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB"}
     if args.device == "cuda":
         with contextlib.suppress(Exception):

@@ -555,12 +555,12 @@ class Job:
         return new and self.args.pruning and self.trial.should_prune()
 
     def stop(self, why: str):
-        """Asks the script to end; poll sees to it that it does. Not its group: a compiler that is killed leaves half a file."""
+        """Asks the script to end; poll sees to it that it does. Not its group: whoever compiles ends it at once, and its compilers."""
         self.ending, self.kill_at = why, time.monotonic() + GRACE
         self.process.terminate()
 
     def kill(self):
-        """Ends the run's whole group. One that is killed before its first line may leave half a compiled file."""
+        """Ends the run's whole group. One that is killed before its first line may leave half a compiled file, if the script does not take care as ours do."""
         if not self.lines and (self.process.poll() is None or self.process.returncode < 0):
             (self.cache / "broken").touch()
         with contextlib.suppress(ProcessLookupError):

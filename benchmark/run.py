@@ -222,7 +222,8 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         result["wall_seconds"] = time.perf_counter() - since
         if cell["kind"] == "learning" and cell["program"] == "ours" and not error and process.returncode == 0:
             tick(result["wall_seconds"])
-            result["played"] = play(cell, folder)
+            if played := play(cell, folder):
+                result["played"] = played
         metrics = next((json.loads(path.read_text()) for path in pathlib.Path(folder).rglob("metrics.json")), None)
         if (
             error := error
@@ -249,12 +250,21 @@ def second_half(times: list[float]) -> int:
     return min(next(index for index, seconds in enumerate(times) if seconds >= (times[0] + times[-1]) / 2), len(times) - 2)
 
 
-def play(cell: dict, folder: str) -> dict:
-    """What --evaluate prints of 128 games that the trained agent plays with its most likely actions."""
+def play(cell: dict, folder: str) -> dict | None:
+    """What --evaluate prints of 128 games that the trained agent plays with its most likely actions; None if none ends in ten minutes."""
     (run,) = pathlib.Path(folder).iterdir()
-    words = [interpreter(cell["command"][0]), "ppo_lstm_puffer.py", "--evaluate", run, "--eval-episodes", "128", "--deterministic"]
-    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
-    return json.loads(output.splitlines()[-1])
+    words = [cell["command"][0], "ppo_lstm_puffer.py", "--evaluate", str(run), "--eval-episodes", "128", "--deterministic"]
+    with open(f"{folder}-played", "w+") as output:
+        process = start(cell | {"command": words}, folder, output)
+        try:
+            process.wait(600)
+            output.seek(0)
+            played = json.loads(output.read().splitlines()[-1])
+        except (subprocess.TimeoutExpired, ValueError, IndexError):
+            return None
+        finally:
+            stop(process, set())
+    return played if "episodic_return" in played else None
 
 
 def steady_speed(curve: dict) -> float | None:

@@ -115,7 +115,7 @@ def test_time_limit_counts_training_and_not_compiling(monkeypatch):
     now = 100.0
     monkeypatch.setattr(ppo.time, "perf_counter", lambda: now)
     run = ppo.Run.__new__(ppo.Run)
-    run.args, run.live, run.start, run.before, run.startup = ppo.Args(time_limit=30), None, 100.0, 50.0, 25.0  # 25 s were trained
+    run.args, run.trained_before, run.started_at = ppo.Args(time_limit=30, dashboard=False), 25.0, None
     assert not run.out_of_time
     now = 160.0  # it compiled for a minute
     run.started()
