@@ -37,8 +37,6 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-import psutil
-
 if __name__ == "__main__":
     # OpenMP's threads wait for each other awake for some microseconds, then asleep: with its default, milliseconds, one other
     # program on the same cores takes nine tenths of the speed.
@@ -50,9 +48,10 @@ if __name__ == "__main__":
         try:
             if os.getpid() == main_pid:  # not a worker that was just forked
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for child in psutil.Process().children(recursive=True):  # compilers, environment workers
-                    with contextlib.suppress(psutil.Error):
-                        child.kill()
+                with contextlib.suppress(NameError):  # psutil is not there yet: nor are children
+                    for child in psutil.Process().children(recursive=True):  # compilers, environment workers
+                        with contextlib.suppress(psutil.Error):
+                            child.kill()
                 show_cursor = "\033[?25h\n" if os.isatty(2) else ""  # the spinner hid it
                 os.write(2, f"{show_cursor}{signal.Signals(signum).name}: ended while starting, nothing is lost\n".encode())
         finally:
@@ -65,6 +64,7 @@ import fsspec
 import gymnasium as gym
 import numpy as np
 import numpy.lib.recfunctions
+import psutil
 import pufferlib
 import pufferlib.emulation
 import pufferlib.vector
@@ -110,8 +110,8 @@ class Args:
     # Algorithm
     total_timesteps: int = 20_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.015
-    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.01 is a start)"""
+    learning_rate: float | None = None
+    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.01 is a start); default: 0.015 in bfloat16, 0.025 in float32"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
     optimizer: Literal["muon", "adam"] = "muon"
@@ -1743,6 +1743,8 @@ def check_args(args: Args):
     elif args.precision == "bfloat16" and not fast_bfloat16(args.device):
         times = seconds_of_product(torch.bfloat16, args.device) / seconds_of_product(torch.float32, args.device)
         warn(f"--precision bfloat16: products take {times:.0f} times as long as in float32 on this hardware")
+    if args.learning_rate is None:  # bfloat16 rounds Muon's steps; on Breakout float32 wants longer ones for the same score
+        args.learning_rate = 0.015 if args.precision == "bfloat16" else 0.025
     if args.cuda_graphs and args.device != "cuda" and not args.evaluate:
         raise UsageError(f"--cuda-graphs: needs a GPU, and this runs with --device {args.device}")
 

@@ -37,8 +37,6 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-import psutil
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first update is done Ctrl-C just ends it, and XLA's compiler with it
 
@@ -46,6 +44,7 @@ import fsspec
 import gymnasium as gym
 import numpy as np
 import numpy.lib.recfunctions
+import psutil
 import pufferlib
 import pufferlib.emulation
 import pufferlib.vector
@@ -109,8 +108,8 @@ class Args:
     # Algorithm
     total_timesteps: int = 20_000_000
     """environment steps over all agents; the learning rate is annealed over them"""
-    learning_rate: float = 0.015
-    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.01 is a start)"""
+    learning_rate: float | None = None
+    """learning rate of --optimizer: Muon's, for the matrices (with --optimizer adam, 0.01 is a start); default: 0.015 in bfloat16, 0.025 in float32"""
     adam_learning_rate: float = 1e-3
     """with Muon: learning rate of Adam, which trains whatever is not a matrix"""
     optimizer: Literal["muon", "adam"] = "muon"
@@ -1777,6 +1776,8 @@ def check_args(args: Args):
         )
     if args.precision == "auto":  # XLA's CPU device emulates bfloat16
         args.precision = "bfloat16" if args.device == "tpu" else "float32"
+    if args.learning_rate is None:  # bfloat16 rounds Muon's steps; on Breakout float32 wants longer ones for the same score
+        args.learning_rate = 0.015 if args.precision == "bfloat16" else 0.025
 
 
 def check_sizes(args: Args, num_agents: int):

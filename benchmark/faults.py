@@ -553,7 +553,7 @@ def soak(args):
                 time.sleep(min(10.0, seconds / 30))
         finally:
             process.terminate()
-            code = process.wait(300)  # a step that is being compiled is finished first
+            code = process.wait(300)  # a step is finished first
     # By seconds of the processor: another program on the same core must not look like a drift of this. Relative to the fixed work: nor
     # must one on the core beside it.
     every = max(1, len(samples) // 60)

@@ -666,7 +666,7 @@ def test_muon_steps_as_torchs_own_does(shape):
 
 def test_muon_trains_the_matrices_and_adam_the_rest():
     agent = make_agent(gym.spaces.Box(-1, 1, (2,), np.float32))
-    muon, adam = ppo.make_optimizers(agent, ppo.Args())
+    muon, adam = ppo.make_optimizers(agent, ppo.Args(learning_rate=0.015))
     names = {id(parameter): name for name, parameter in agent.named_parameters()}
     matrices = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     rest = {names[id(p)] for group in adam.param_groups for p in group["params"]}
