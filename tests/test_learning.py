@@ -75,7 +75,7 @@ def test_breakout_learns_to_keep_the_ball_in_either_precision(tmp_path, precisio
     # A random policy scores below 1; 6 means that the paddle meets the ball most of the time.
     result = run_script(
         "--env-id", "breakout", "--num-envs", "256", "--minibatch-size", "2048", "--total-timesteps", "1000000", "--precision", precision,
-        "--hidden-size", "64", "--no-compile", cwd=tmp_path, small=False,
+        "--hidden-size", "64", "--no-compile", "--learning-rate", "0.015", cwd=tmp_path, small=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert final(newest_run(tmp_path), "env/score") >= 5

@@ -64,7 +64,7 @@ def code_spans(text: str) -> list[str]:
 
 def commands_in(text: str) -> list[str]:
     """Lines of the blocks that are shell, and spans of several words that begin with a program's name; comments dropped."""
-    blocks = [block for block in code_blocks(text) if not re.match(r"run: |@software", block)]
+    blocks = [block for block in code_blocks(text) if not re.match(r"on: |@software", block)]
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     programs = (
         r"(python|make|torchrun|patch|diff|git|cp|xvfb-run|taskset|sudo|kill|source|pip|gcloud|optuna-dashboard|\.venv\S*/bin/\w+)"
@@ -311,8 +311,10 @@ def test_wrong_command_is_found(line, clone):
 
 
 def test_output_shown_is_what_a_run_prints(finished):
-    (shown,) = (block for block in code_blocks(README) if block.startswith("run: "))
-    run, *lines = (line for line in shown.splitlines() if line != "...")
+    (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
+    on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
+    assert re.fullmatch(r"on: cpu, \d threads?, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
+    assert f'starting = "{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
     assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
     keys = [[word.partition("=")[0] for word in line.split()] for line in finished[1].splitlines() if line.startswith("step=")]
     for line in lines:

@@ -59,7 +59,7 @@ def started(*arguments, cwd, **kwargs) -> tuple[subprocess.Popen, pathlib.Path]:
 def without_clock(run: pathlib.Path) -> list[dict]:
     """The metrics of a run but for what a clock says."""
     return [
-        {key: value for key, value in row.items() if key not in ("time", "sps") and not key.startswith("time/")}
+        {key: value for key, value in row.items() if key not in ("time", "startup", "sps") and not key.startswith("time/")}
         for row in read_metrics(run)
     ]
 
