@@ -1703,7 +1703,7 @@ def fast_bfloat16(device: str) -> str | None:
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         return f"compute capability {major}.{minor}" if major >= 8 else None
-    able = torch.cpu.get_capabilities()
+    able = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has none
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's bfloat16"}
     return next((name for key, name in names.items() if able.get(key)), None)
 
