@@ -285,7 +285,7 @@ def test_resumed_parameters_and_momenta_are_the_saved_ones(finished, device):
     saved = xla.load_checkpoint(str(finished), "--resume")
     agent = xla.Agent(*spaces_of_breakout(), 32).to(device)
     xla.load_state_dict(agent, saved["model"], "--resume")
-    optimizers = xla.make_optimizers(agent, xla.Args())
+    optimizers = xla.make_optimizers(agent, xla.Args(learning_rate=0.015))
     for optimizer, state in zip(optimizers, saved["optimizers"]):
         optimizer.load_state_dict(state)
     assert equal(xla.to_pufferlib(agent), saved["model"])
