@@ -558,7 +558,7 @@ def newton_schulz(updates: torch.Tensor, dtype: torch.dtype, steps: int = 5) -> 
     tall = updates.shape[1] > updates.shape[2]
     x = (updates.mT if tall else updates).to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    if dtype == torch.float32:
+    if dtype == torch.float32 and x.device.type == "cpu":  # on CUDA float32 may be TF32, which has not the digits either
         gram = x @ x.mT
         identity = torch.eye(gram.shape[1], device=x.device).expand_as(gram)
         product = identity
