@@ -76,7 +76,7 @@ sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-tr
 evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
 	$(PY) ppo_lstm_puffer.py $(ARGS)
 
-test: setup  ## run the tests (under 8 minutes on two cores)
+test: setup  ## run the tests (about ten minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
 

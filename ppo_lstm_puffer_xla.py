@@ -529,10 +529,8 @@ class Muon(torch.optim.Optimizer):
             momentum, same_shape = group["momentum"], defaultdict(list)
             for parameter in group["params"]:
                 same_shape[parameter.shape].append(parameter)
-            for (
-                rows,
-                columns,
-            ), parameters in same_shape.items():  # one batched product for all of a shape: the LSTM's two matrices
+            # One batched product for all of a shape: the LSTM's two matrices.
+            for (rows, columns), parameters in same_shape.items():
                 updates = []
                 for parameter in parameters:
                     if parameter not in self.state:
