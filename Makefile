@@ -15,7 +15,7 @@ VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
 TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
 
-.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla evaluate benchmark benchmark-quick benchmark-peers report video lint clean
+.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export benchmark benchmark-quick benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -73,10 +73,16 @@ train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or
 sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-trials 60 --max-cost-seconds 60 --workers 2"
 	$(PY) protein_sweep.py $(ARGS)
 
-evaluate: setup  ## play episodes with a checkpoint: make evaluate ARGS="--evaluate runs/.../model_breakout_000100.pt"
-	$(PY) ppo_lstm_puffer.py $(ARGS)
+play: setup  ## play episodes with the newest run: make play ARGS="runs/RUN --deterministic", or ARGS="latest --gif game.gif"
+	$(PY) tools/play.py $(ARGS)
 
-test: setup  ## run the tests (about ten minutes on two cores)
+watch: setup  ## the live dashboard of the newest run, from another terminal: make watch ARGS="runs/RUN"
+	$(PY) tools/watch.py $(ARGS)
+
+export: setup  ## the newest run's policy as ONNX, or by the file's ending as .bin or .pt: make export ARGS="latest --out policy.bin"
+	$(PY) tools/export.py $(or $(ARGS),latest --out policy.onnx)
+
+test: setup  ## run the tests (about fifteen minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
 
@@ -103,9 +109,6 @@ report: setup  ## make the reports in benchmark/reports again from their stored 
 	$(PY) benchmark/credit.py --report
 	$(PY) benchmark/sweep.py --report-only
 	$(PY) benchmark/faults.py report
-
-video: setup  ## draw the newest Breakout run playing, in benchmark/reports/pictures/breakout.gif; or: make video ARGS="runs/RUN --out game.gif"
-	$(PY) benchmark/video.py $(ARGS)
 
 lint: setup  ## ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .

@@ -39,7 +39,11 @@ torch.set_num_threads(1)
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    return os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+    }
 
 
 PYTHON = (sys.executable,)  # what a script is launched by; torchrun is another
@@ -56,7 +60,9 @@ def run_script(*arguments: str, cwd, timeout: float = 120, **kwargs) -> subproce
     )
 
 
-def start_script(*arguments: str, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, **kwargs) -> subprocess.Popen:
+def start_script(
+    *arguments: str, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, **kwargs
+) -> subprocess.Popen:
     """Starts the script and returns at once: for tests that kill it."""
     options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
     return subprocess.Popen(command_of(*arguments, launcher=launcher, small=small, script=script), cwd=cwd, **options)
@@ -83,7 +89,9 @@ def run_in_a_fork(script, arguments: list[str], folder, timeout: float = 60) -> 
     process.start()
     process.join(timeout)
     process.kill()
-    assert process.exitcode == 0, f"{script} {shlex.join(arguments)}: exit code {process.exitcode}\n{output.read_text()}"
+    assert process.exitcode == 0, (
+        f"{script} {shlex.join(arguments)}: exit code {process.exitcode}\n{output.read_text()}"
+    )
     return output.read_text()
 
 
@@ -92,12 +100,14 @@ def newest_run(cwd) -> pathlib.Path:
 
 
 def read_metrics(run: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's log intervals."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "exit_reason" not in row]
 
 
-def metrics(run: pathlib.Path) -> dict:
-    """What the run left at its end."""
-    return json.loads((run / "metrics.json").read_text())
+def end_of(run: pathlib.Path) -> dict:
+    """The last line of a run's metrics: how it ended."""
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 @pytest.fixture

@@ -71,7 +71,11 @@ class DictObs(Episode):
     def __init__(self, length: int = 6):
         self.length = length
         self.observation_space = Dict(
-            {"colour": Discrete(3), "pixels": Box(0, 255, (5,), np.uint8), "position": Box(-np.inf, np.inf, (2,), np.float32)}
+            {
+                "colour": Discrete(3),
+                "pixels": Box(0, 255, (5,), np.uint8),
+                "position": Box(-np.inf, np.inf, (2,), np.float32),
+            }
         )
         self.action_space = Discrete(3)
 

@@ -28,7 +28,9 @@ class ParallelGame(ParallelEnv):
 
     def observe(self):
         self.bits = {agent: int(self.rng.integers(2)) for agent in self.agents}
-        return {agent: np.array([self.bits[agent], self.possible_agents.index(agent)], np.float32) for agent in self.agents}
+        return {
+            agent: np.array([self.bits[agent], self.possible_agents.index(agent)], np.float32) for agent in self.agents
+        }
 
     def reset(self, seed=None, options=None):
         if seed is not None:

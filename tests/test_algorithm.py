@@ -1,4 +1,4 @@
-"""What the algorithm must do (SPEC section 8), said with the plain functions of the reference script, in float32 and eager."""
+"""What the algorithm must do, said with the plain functions of the reference script, in float32 and eager."""
 
 import ctypes
 import functools
@@ -30,8 +30,12 @@ def make_agent(action_space=None, hidden_size=8, precision="float32") -> ppo.Age
     """A small agent whose policy depends on its state: the trainer's own starts almost uniform."""
     torch.manual_seed(1)
     agent = ppo.Agent(BOX, action_space or gym.spaces.Discrete(3), hidden_size, precision)
-    ppo.layer_init(agent.actor, 1.0)
+    ppo.layer_init(actor_of(agent), 1.0)
     return agent
+
+
+def actor_of(agent) -> nn.Linear:
+    return agent.policy.decoder_mean if agent.continuous else agent.policy.decoder
 
 
 # I1: the ratio before the first update ------------------------------------------------------------------------------------
@@ -48,22 +52,33 @@ def roll_out(env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int 
     envs = ppo.make_envs(args, args.seed)
     T, N = num_steps, envs.num_agents
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision)
-    ppo.layer_init(agent.actor, 1.0)
+    ppo.layer_init(actor_of(agent), 1.0)
     observations = torch.zeros((T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype)
     dones, valid = torch.ones((2, T + 1, N)).unbind()
-    actions = torch.zeros((T, N, *envs.action_shape), dtype=torch.float32 if agent.continuous else torch.int64)
+    actions = torch.zeros((T, N, envs.num_actions), dtype=agent.action_dtype)
     logprobs, values, rewards = torch.zeros((3, T, N)).unbind()
     h, c = torch.zeros((2, N, args.hidden_size)).unbind()
 
     def receive(t):
-        step = envs.receive()
-        observations[t, step.agents] = torch.as_tensor(step.observations)
-        dones[t, step.agents], valid[t, step.agents] = torch.as_tensor(step.dones), torch.as_tensor(step.valid)
+        agents, observation, reward, done, counts = envs.receive()
+        observations[t, agents], dones[t, agents] = torch.as_tensor(observation), torch.as_tensor(done)
+        valid[t, agents] = torch.as_tensor(counts)
         if t > 0:
-            rewards[t - 1, step.agents] = torch.as_tensor(step.rewards)
-        return step.agents
+            rewards[t - 1, agents] = torch.as_tensor(reward)
+        return agents
 
-    names = ("observations", "dones", "valid", "actions", "logprobs", "values", "rewards", "start_h", "start_c", "next_value")
+    names = (
+        "observations",
+        "dones",
+        "valid",
+        "actions",
+        "logprobs",
+        "values",
+        "rewards",
+        "start_h",
+        "start_c",
+        "next_value",
+    )
     stored = {name: [] for name in names}
     try:
         envs.reset()
@@ -77,13 +92,20 @@ def roll_out(env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int 
                     for agents in groups:
                         if t > 0:
                             receive(t)
-                        actions[t, agents], logprobs[t, agents], values[t, agents], h[agents], c[agents] = ppo.policy_step(
-                            agent, observations[t, agents], dones[t, agents], h[agents], c[agents], weight, bias, noise[t, agents]
+                        actions[t, agents], logprobs[t, agents], values[t, agents], h[agents], c[agents] = ppo.act(
+                            agent,
+                            observations[t, agents],
+                            dones[t, agents],
+                            h[agents],
+                            c[agents],
+                            weight,
+                            bias,
+                            noise[t, agents],
                         )
                         envs.send(actions[t, agents].numpy())
                 for _ in groups:
                     receive(T)
-                next_value = ppo.policy_step(agent, observations[T], dones[T], h, c, weight, bias, noise[0])[2]
+                next_value = ppo.act(agent, observations[T], dones[T], h, c, weight, bias, noise[0])[2]
             for name in names:
                 stored[name].append(locals()[name].clone())
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
@@ -156,7 +178,18 @@ def test_multiprocessing_is_double_buffered():
     assert data.groups == [slice(0, 2), slice(2, 4)]
 
 
-CARTPOLE = ["--env-id", "CartPole-v1", "--minibatch-size", 256, "--checkpoint-interval", 1, "--keep-checkpoints", 8]
+CARTPOLE = [
+    "--env-id",
+    "CartPole-v1",
+    "--learning-rate",
+    0.01,
+    "--minibatch-size",
+    256,
+    "--checkpoint-interval",
+    1,
+    "--keep-checkpoints",
+    8,
+]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +259,9 @@ def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradi
     (expected * outer).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
     for name, parameter in cell.named_parameters():
-        torch.testing.assert_close(getattr(agent.lstm, f"{name}_l0").grad, parameter.grad, atol=1e-5, rtol=1e-5, msg=name)
+        torch.testing.assert_close(
+            getattr(agent.lstm, f"{name}_l0").grad, parameter.grad, atol=1e-5, rtol=1e-5, msg=name
+        )
 
 
 def test_lstm_ends_in_the_state_of_the_loop_over_cells_and_policy_steps_go_through_the_same_states():
@@ -237,9 +272,9 @@ def test_lstm_ends_in_the_state_of_the_loop_over_cells_and_policy_steps_go_throu
         _, last_h, last_c, _ = ppo.lstm_forward(x, h, c, dones, weight, bias)
         torch.testing.assert_close((last_h, last_c), (expected_h, expected_c), atol=1e-5, rtol=1e-5)
         agent.encode = lambda features: features  # the features themselves are the observations
-        noise = torch.ones(5, 1, 3)
+        noise = torch.ones(5, 3)
         for t in range(len(x)):
-            _, _, _, h, c = ppo.policy_step(agent, x[t], dones[t], h, c, weight, bias, noise)
+            _, _, _, h, c = ppo.act(agent, x[t], dones[t], h, c, weight, bias, noise)
         torch.testing.assert_close((h, c), (expected_h, expected_c), atol=1e-5, rtol=1e-5)
 
 
@@ -264,7 +299,9 @@ def test_lstm_in_bfloat16_is_close_to_float32():
         assert hidden.dtype == dtype
         hidden.float().pow(2).sum().backward()
         outputs.append(hidden.float())
-        gradients.append(torch.cat([p.grad.flatten() for p in agent.lstm.parameters()] + [inputs.grad.float().flatten()]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in agent.lstm.parameters()] + [inputs.grad.float().flatten()])
+        )
     torch.testing.assert_close(outputs[1], outputs[0], atol=0.03, rtol=0)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.999
     assert abs(gradients[1].norm() / gradients[0].norm() - 1) < 0.02
@@ -284,9 +321,7 @@ def trajectory(T=12, N=6, seed=1):
 def advantages_of(values, rewards, dones, ratio, gamma, gae_lambda, rho_clip=1.0, c_clip=1.0, valid=None) -> np.ndarray:
     values, rewards, dones, ratio = (torch.tensor(x, dtype=torch.float32) for x in (values, rewards, dones, ratio))
     valid = torch.ones_like(rewards) if valid is None else torch.tensor(valid, dtype=torch.float32)
-    return ppo.compute_advantages(
-        values[:-1], values[-1], rewards, dones, valid, ratio, gamma, gae_lambda, rho_clip, c_clip
-    ).numpy()
+    return ppo.compute_advantages(values, rewards, dones, valid, ratio, gamma, gae_lambda, rho_clip, c_clip).numpy()
 
 
 @pytest.mark.parametrize(("rho_clip", "c_clip"), [(1.0, 1.0), (1.3, 0.8), (0.7, 1.5), (1e9, 1e9)])
@@ -313,11 +348,15 @@ def test_with_ratio_one_advantages_are_the_lambda_weighted_mean_of_n_step_advant
     expected = np.zeros((T, N))
     for i in range(N):
         for t in range(T):
-            end = next((k for k in range(t + 1, T + 1) if d[k, i]), T)  # the episode, or else the segment, goes on until here
+            end = next(
+                (k for k in range(t + 1, T + 1) if d[k, i]), T
+            )  # the episode, or else the segment, goes on until here
             last_value = 0.0 if d[end, i] else v[end, i]
             steps = range(1, end - t + 1)
             n_step = [
-                sum(gamma**k * r[t + k, i] for k in range(n)) + gamma**n * (last_value if t + n == end else v[t + n, i]) - v[t, i]
+                sum(gamma**k * r[t + k, i] for k in range(n))
+                + gamma**n * (last_value if t + n == end else v[t + n, i])
+                - v[t, i]
                 for n in steps
             ]
             weights = [(1 - gae_lambda) * gae_lambda ** (n - 1) for n in steps[:-1]] + [gae_lambda ** (len(steps) - 1)]
@@ -336,7 +375,10 @@ def test_with_lambda_one_advantages_plus_values_are_vtrace_targets(rho_clip, c_c
     for i in range(N):
         for s in range(T):
             targets[s, i] = v[s, i] + sum(
-                np.prod(discount[s:t, i]) * np.prod(c[s:t, i]) * rho[t, i] * (r[t, i] + discount[t, i] * v[t + 1, i] - v[t, i])
+                np.prod(discount[s:t, i])
+                * np.prod(c[s:t, i])
+                * rho[t, i]
+                * (r[t, i] + discount[t, i] * v[t + 1, i] - v[t, i])
                 for t in range(s, T)
             )
     np.testing.assert_allclose(advantages_of(v, r, d, ratio, 0.97, 1.0, rho_clip, c_clip) + v[:-1], targets, atol=1e-5)
@@ -435,8 +477,9 @@ def test_a_termination_marks_the_last_observation_as_done():
 def test_advantages_of_a_rollout_bootstrap_through_truncations_only(terminate):
     data = roll_out("Truncating-v0", num_steps=8, segments=1, terminate=terminate)
     v, ones = data.values[0], torch.ones_like(data.values[0])
+    values = torch.cat((v, data.next_value[0][None]))
     advantages = ppo.compute_advantages(
-        v, data.next_value[0], data.rewards[0], data.dones[0], data.valid[0][:8], ones, 0.9, 0.5, 1.0, 1.0
+        values, data.rewards[0], data.dones[0], data.valid[0][:8], ones, 0.9, 0.5, 1.0, 1.0
     )
     torch.testing.assert_close(advantages[2], 1 + (0 if terminate else 0.9 * v[3]) - v[2])
     torch.testing.assert_close(advantages[1], 1 + 0.9 * v[2] - v[1] + 0.45 * advantages[2])
@@ -460,7 +503,9 @@ def test_an_agent_that_is_gone_is_not_valid_until_its_next_episode_begins():
             assert flags == [1.0] * length + [0.0] * (end - begin - length), "valid steps, then none"
             assert 2 <= length <= 6
             assert not dones[begin + 1 : begin + length, i].any()
-            assert dones[begin + length, i] == (length < 6), "at its last observation: done if terminated, not if truncated"
+            assert dones[begin + length, i] == (length < 6), (
+                "at its last observation: done if terminated, not if truncated"
+            )
             assert (observations[begin + length + 1 : end, i] == 0).all()
             assert (data.rewards[0][begin + length : end, i] == 0).all()
 
@@ -469,14 +514,14 @@ def test_an_agent_that_is_gone_is_not_valid_until_its_next_episode_begins():
 def training(tmp_path_factory):
     """What train() hands to the pieces of mathematics, one record per iteration, from `Truncating` with learning rate 0.
 
-    Every iteration is one minibatch of all segments, in order (alpha is 0), in two chunks. The policy depends on its state.
+    Every iteration is one minibatch of all segments, in order, in two chunks. The policy depends on its state.
     """
     folder = tmp_path_factory.mktemp("training")
     agent = ppo.Agent(gym.spaces.Box(0, np.inf, (1,), np.float32), gym.spaces.Discrete(2), 8)
     torch.manual_seed(1)
     for parameter in agent.parameters():
         nn.init.normal_(parameter, std=0.5)
-    torch.save(ppo.to_pufferlib(agent), folder / "weights.pt")
+    torch.save(agent.state_dict(), folder / "weights.pt")
     args = ppo.Args(
         env_id="Truncating-v0", num_envs=4, num_steps=7, minibatch_size=28, max_minibatch_size=14, total_timesteps=140, hidden_size=8,
         precision="float32", compile=False, device="cpu", prio_alpha=0.0, learning_rate=0.0, adam_learning_rate=0.0,
@@ -487,15 +532,21 @@ def training(tmp_path_factory):
         {name: getattr(ppo, name) for name in ("compute_advantages", "minibatch_loss", "lstm_forward", "ppo_loss")},
     )
 
-    def compute_advantages(values, next_value, rewards, dones, valid, *rest):
+    def compute_advantages(values, *rest):
+        *rows, last = values.clone()
         records.append(
-            SimpleNamespace(values=values.clone(), next_value=next_value.clone(), observations=[], dones=[], h=[], chunks=[])
+            SimpleNamespace(values=torch.stack(rows), next_value=last, observations=[], dones=[], h=[], chunks=[])
         )
-        return original["compute_advantages"](values, next_value, rewards, dones, valid, *rest)
+        return original["compute_advantages"](values, *rest)
 
-    def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *rest):
+    def sample_segments(advantages, uniform, k, alpha, beta):
+        return torch.arange(k), torch.ones(k)  # all of them, in order
+
+    def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *rest, args):
         records[-1].observations.append(observations[:, segments, 0])
-        return original["minibatch_loss"](agent, observations, h, c, dones, actions, logprobs, segments, *rest)
+        return original["minibatch_loss"](
+            agent, observations, h, c, dones, actions, logprobs, segments, *rest, args=args
+        )
 
     def lstm_forward(x, h, c, dones, weight, bias):
         if len(x) > 1:  # the update, not a step of the policy
@@ -511,7 +562,7 @@ def training(tmp_path_factory):
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for listener in (compute_advantages, minibatch_loss, lstm_forward, ppo_loss):
+            for listener in (compute_advantages, sample_segments, minibatch_loss, lstm_forward, ppo_loss):
                 patch.setattr(ppo, listener.__name__, listener)
             assert ppo.train(args) == 0
     finally:
@@ -554,49 +605,76 @@ ADVANTAGES = torch.tensor([[0.1, -1.0, 2.0, 0.0, -0.5, 3.0], [-0.1, 1.0, 0.5, 0.
 SUMS = np.array([0.2, 2.0, 2.5, 0.4, 0.5, 3.5])
 
 
-@pytest.mark.parametrize("num_segments", [1, 4])
+def sample(advantages, k: int, alpha: float, beta: float):
+    """Indices and weights (k) of one draw."""
+    return ppo.sample_segments(advantages, torch.rand(advantages.shape[1] + 1), k, alpha, torch.tensor(beta))
+
+
+def inclusion_probabilities(priorities: np.ndarray, k: int) -> np.ndarray:
+    """min(1, c p_i) with the c that makes their sum k, by bisection."""
+    low, high = 0.0, k / priorities.min()
+    for _ in range(200):
+        c = (low + high) / 2
+        low, high = (c, high) if np.minimum(1, c * priorities).sum() < k else (low, c)
+    return np.minimum(1, c * priorities)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
 @pytest.mark.parametrize("alpha", [0.0, 0.8, 1.5])
-def test_segments_are_sampled_with_their_probabilities(alpha, num_segments):
+def test_segments_are_drawn_with_their_probabilities_and_none_twice(alpha, k):
     torch.manual_seed(1)
-    draws = [
-        ppo.sample_segments(ADVANTAGES, torch.rand(num_segments), alpha, torch.tensor(0.5))[0] for _ in range(4000 // num_segments)
-    ]
-    counts = torch.cat(draws).bincount(minlength=6).numpy()
-    # Stratified counts vary less than independent ones, so only the upper tail says that something is wrong.
-    assert scipy.stats.chisquare(counts, SUMS**alpha / (SUMS**alpha).sum() * counts.sum()).pvalue > 1e-3
+    draws = torch.stack([sample(ADVANTAGES, k, alpha, 1.0)[0] for _ in range(4000)])
+    assert all(len(set(draw)) == k for draw in draws.tolist())
+    expected = inclusion_probabilities(SUMS**alpha, k)
+    frequencies = draws.flatten().bincount(minlength=6).numpy() / 4000
+    assert (np.abs(frequencies - expected) <= 4 * (expected * (1 - expected) / 4000) ** 0.5 + 1e-9).all()
 
 
-@pytest.mark.parametrize("beta", [0.2, 1.0])
-def test_importance_weights_undo_the_priorities(beta):
-    index, importance = ppo.sample_segments(ADVANTAGES, torch.rand(6), 0.8, torch.tensor(beta))
-    probabilities = SUMS**0.8 / (SUMS**0.8).sum()
-    np.testing.assert_allclose(importance, (6 * probabilities[index]) ** -beta, rtol=1e-4)
+@pytest.mark.parametrize("k", [1, 2, 4, 5, 6])
+def test_weights_are_one_over_the_probability_of_being_drawn_to_the_power_beta(k):
+    index, weights = sample(ADVANTAGES, k, 0.8, 0.7)
+    expected = (k / (6 * inclusion_probabilities(SUMS**0.8, k)[index])) ** 0.7
+    np.testing.assert_allclose(weights, expected, rtol=1e-4)
 
 
-def test_importance_weighting_is_unbiased_with_beta_one():
+def test_a_segment_of_overwhelming_priority_comes_once():
     torch.manual_seed(1)
-    quantity, total = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0, 9.0]), 0.0
-    for _ in range(2000):
-        index, importance = ppo.sample_segments(ADVANTAGES, torch.rand(4), 0.8, torch.tensor(1.0))
-        total += float((importance * quantity[index]).mean())
-    assert total / 2000 == pytest.approx(float(quantity.mean()), abs=0.15)
+    advantages = torch.full((2, 16), 0.01)
+    advantages[:, 5] = 1000.0
+    for _ in range(50):
+        index = sample(advantages, 8, 1.0, 1.0)[0].tolist()
+        assert 5 in index
+        assert len(set(index)) == 8
 
 
-@pytest.mark.parametrize("num_segments", [3, 16, 64])
-def test_alpha_zero_is_uniform_and_takes_no_segment_twice(num_segments):
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_importance_weighting_is_unbiased_with_beta_one(k):
+    torch.manual_seed(1)
+    quantity = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0, 9.0])
+    means = []
+    for _ in range(5000):
+        index, importance = sample(ADVANTAGES, k, 0.8, 1.0)
+        means.append(float((importance * quantity[index]).mean()))
+    error = np.std(means) / len(means) ** 0.5
+    assert abs(np.mean(means) - float(quantity.mean())) < 3.5 * error + 1e-6
+    assert error < 0.5
+
+
+@pytest.mark.parametrize("k", [3, 16, 64])
+def test_alpha_zero_is_uniform_and_takes_no_segment_twice(k):
     torch.manual_seed(1)
     counts = Counter()
     for _ in range(200):
-        index, importance = ppo.sample_segments(torch.randn(4, 64), torch.rand(num_segments), 0.0, torch.tensor(0.7))
-        assert len(set(index.tolist())) == num_segments
-        torch.testing.assert_close(importance, torch.ones(num_segments))
+        index, importance = sample(torch.randn(4, 64), k, 0.0, 0.7)
+        assert len(set(index.tolist())) == k
+        assert len(set(importance.tolist())) == 1
         counts.update(index.tolist())
     assert scipy.stats.chisquare([counts[i] for i in range(64)]).pvalue > 1e-3
 
 
 def test_segments_without_any_advantage_are_sampled_uniformly():
     torch.manual_seed(1)
-    index, importance = ppo.sample_segments(torch.zeros(4, 8), torch.rand(8), 0.8, torch.tensor(1.0))
+    index, importance = sample(torch.zeros(4, 8), 8, 0.8, 1.0)
     assert sorted(index.tolist()) == list(range(8))
     torch.testing.assert_close(importance, torch.ones(8))
 
@@ -605,7 +683,9 @@ def test_segments_without_any_advantage_are_sampled_uniformly():
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_minibatch(whole_batch_run, tmp_path):
-    result = run_script(*CARTPOLE, "--max-minibatch-size", 64, "--total-timesteps", 2048, "--time-limit", 100, cwd=tmp_path)
+    result = run_script(
+        *CARTPOLE, "--max-minibatch-size", 64, "--total-timesteps", 2048, "--time-limit", 100, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     split_run = newest_run(tmp_path)
     whole, split = read_metrics(whole_batch_run)[0], read_metrics(split_run)[0]
@@ -613,8 +693,10 @@ def test_accumulated_gradients_equal_those_of_the_whole_minibatch(whole_batch_ru
     assert "losses/grad_norm" in losses
     for name in losses:
         assert split[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
-    models = [torch.load(run / "model_CartPole-v1_000001.pt", weights_only=True) for run in (whole_batch_run, split_run)]
-    torch.testing.assert_close(models[1], models[0], atol=1e-5, rtol=0)
+    models = [
+        torch.load(run / "model_CartPole-v1_000001.pt", weights_only=True) for run in (whole_batch_run, split_run)
+    ]
+    torch.testing.assert_close(models[1], models[0], atol=2e-5, rtol=0)  # of steps of 0.01: Muon magnifies roundings
 
 
 # Muon ---------------------------------------------------------------------------------------------------------------------
@@ -670,28 +752,30 @@ def test_muon_trains_the_matrices_and_adam_the_rest():
     names = {id(parameter): name for name, parameter in agent.named_parameters()}
     matrices = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     rest = {names[id(p)] for group in adam.param_groups for p in group["params"]}
-    assert matrices == {"encoder.0.weight", "actor.weight", "critic.weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"}
+    policy = {f"policy.{name}.weight" for name in ("encoder.0", "decoder_mean", "value")}
+    assert matrices == policy | {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}
     assert matrices | rest == set(names.values())
     assert not matrices & rest
 
 
-def test_learning_rate_anneals_from_one_to_zero():
-    assert [ppo.anneal("linear", progress) for progress in (0, 0.25, 1, 1.5)] == [1, 0.75, 0, 0]
-    assert [ppo.anneal("cosine", progress) for progress in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
-    assert ppo.anneal("none", 0.7) == 1
+def test_learning_rate_anneals_from_its_value_to_zero(whole_batch_run):
+    rates = [row["learning_rate"] for row in read_metrics(whole_batch_run)]
+    assert rates == pytest.approx([0.01 * (1 - i / 8) for i in range(8)])
 
 
 # The loss -----------------------------------------------------------------------------------------------------------------
 
 
-def loss_of(*, ratio=1.0, advantage=0.0, value_change=0.0, value_error=0.0, hidden=None, agent=None, weight=None, **arguments):
+def loss_of(
+    *, ratio=1.0, advantage=0.0, value_change=0.0, value_error=0.0, hidden=None, agent=None, weight=None, **arguments
+):
     """One minibatch (T, B) = (2, 3) in which every step has this ratio, advantage, value - old value, return - value."""
     agent = agent or make_agent()
     hidden = torch.randn(2, 3, 8) if hidden is None else hidden
     hidden = hidden.detach().requires_grad_()
     with torch.no_grad():
         logits, values = agent.heads(hidden)
-        actions = agent.sample(logits, torch.ones(2, 3, 1, 3))[0]
+        actions = agent.sample(logits, torch.ones(2, 3, 3))[0]
         logprobs = agent.evaluate_actions(logits, actions)[0]
     args = ppo.Args(**({"vf_coef": 0.0, "ent_coef": 0.0} | arguments))
     weight = torch.full((2, 3), 1 / 6) if weight is None else weight
@@ -710,7 +794,9 @@ def loss_of(*, ratio=1.0, advantage=0.0, value_change=0.0, value_error=0.0, hidd
     ("ratio", "advantage", "clipped"),
     [(1.5, 1.0, True), (1.5, -1.0, False), (0.5, -1.0, True), (0.5, 1.0, False), (1.1, 1.0, False), (0.9, -1.0, False)],
 )
-def test_the_surrogate_is_clipped_only_where_the_ratio_already_moved_the_way_of_the_advantage(ratio, advantage, clipped):
+def test_the_surrogate_is_clipped_only_where_the_ratio_already_moved_the_way_of_the_advantage(
+    ratio, advantage, clipped
+):
     result = loss_of(ratio=ratio, advantage=advantage, clip_coef=0.2)
     assert bool((result.grad == 0).all()) == clipped
     bounded = np.clip(ratio, 0.8, 1.2) if clipped else ratio
@@ -721,14 +807,18 @@ def test_the_surrogate_is_clipped_only_where_the_ratio_already_moved_the_way_of_
 def test_descent_makes_an_action_likelier_if_and_only_if_its_advantage_is_positive(advantage):
     result = loss_of(advantage=advantage)
     moved = result.hidden - 0.1 * result.grad
-    before, after = (result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[0] for h in (result.hidden, moved))
+    before, after = (
+        result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[0] for h in (result.hidden, moved)
+    )
     assert ((after - before) * advantage > 0).all()
 
 
 def test_descent_raises_the_entropy():
     result = loss_of(ent_coef=1.0)
     moved = result.hidden - 0.1 * result.grad
-    before, after = (result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[1] for h in (result.hidden, moved))
+    before, after = (
+        result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[1] for h in (result.hidden, moved)
+    )
     assert (after > before).all()
     assert result.loss == pytest.approx(-before.mean().item(), rel=1e-5)
 
@@ -740,9 +830,13 @@ def test_descent_raises_the_entropy():
 def test_the_value_loss_is_clipped_where_the_value_already_moved_towards_the_return(change, error, clipped):
     result = loss_of(value_change=change, value_error=error, vf_coef=2.0, vf_clip_coef=0.2)
     assert bool((result.grad == 0).all()) == clipped
-    distance = error + change - np.clip(change, -0.2, 0.2) if clipped else error  # from the clipped value, the farther one
+    distance = (
+        error + change - np.clip(change, -0.2, 0.2) if clipped else error
+    )  # from the clipped value, the farther one
     assert result.loss == pytest.approx(2.0 * 0.5 * distance**2, rel=1e-4)
-    assert loss_of(value_change=change, value_error=error, vf_coef=2.0, clip_vloss=False).loss == pytest.approx(error**2, rel=1e-4)
+    assert loss_of(value_change=change, value_error=error, vf_coef=2.0, clip_vloss=False).loss == pytest.approx(
+        error**2, rel=1e-4
+    )
 
 
 def test_descent_moves_values_towards_returns():
@@ -777,22 +871,45 @@ def test_a_step_without_weight_changes_neither_loss_nor_gradient():
     for other_action, other_logprob, other_advantage, other_return in ((0, -0.1, 0.0, 0.0), (2, -3.0, 50.0, -9.0)):
         agent.zero_grad()
         actions, logprobs, advantages, returns = torch.ones(2, 3, 1, dtype=torch.int64), *torch.full((3, 2, 3), -1.0)
-        actions[1, 2], logprobs[1, 2], advantages[1, 2], returns[1, 2] = other_action, other_logprob, other_advantage, other_return
-        advantages = ppo.normalize_advantages(advantages + torch.arange(3), weight)
+        actions[1, 2], logprobs[1, 2], advantages[1, 2], returns[1, 2] = (
+            other_action,
+            other_logprob,
+            other_advantage,
+            other_return,
+        )
+        advantages = (advantages + torch.arange(3)) * (weight > 0)
         x = hidden.clone().requires_grad_()
-        loss, _, _, statistics = ppo.ppo_loss(agent, x, actions, logprobs, advantages, returns, returns, weight, ppo.Args())
+        loss, _, _, statistics = ppo.ppo_loss(
+            agent, x, actions, logprobs, advantages, returns, returns, weight, ppo.Args()
+        )
         loss.backward()
         results.append(
-            [loss.detach(), statistics, x.grad, *(p.grad.clone() for p in (*agent.actor.parameters(), *agent.critic.parameters()))]
+            [
+                loss.detach(),
+                statistics,
+                x.grad,
+                *(p.grad.clone() for p in agent.policy.parameters() if p.grad is not None),
+            ]
         )
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
     assert (results[0][2][1, 2] == 0).all()
 
 
 def test_normalized_advantages_have_mean_zero_and_variance_one_over_the_steps_that_count():
-    advantages, weight = torch.tensor([[1.0, 2.0, 300.0], [3.0, 6.0, -50.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]]) / 4
-    normalized = ppo.normalize_advantages(advantages, weight)[:, :2]
-    torch.testing.assert_close(normalized, torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / 3.5**0.5)
+    rewards, valid = (
+        torch.tensor([[1.0, 2.0, 300.0], [3.0, 6.0, -50.0]]),
+        torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1.0]]),
+    )
+    args = ppo.Args(gamma=0.0, prio_alpha=0.0, minibatch_size=6, num_steps=2)  # advantages are rewards, all are drawn
+    zeros, beta = torch.zeros(3, 3), torch.tensor(1.0)
+    drawn = ppo.draw_minibatch(zeros, rewards, zeros, valid, torch.ones(2, 3), torch.rand(4), beta, args)
+    segments, advantages, returns, values, weight, everything = drawn
+    order = segments.argsort()
+    expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / 3.5**0.5
+    torch.testing.assert_close(advantages[:, order][:, :2], expected)
+    torch.testing.assert_close(weight[:, order], valid[:2] / 4)
+    torch.testing.assert_close(everything, rewards * valid[:2])
+    torch.testing.assert_close(returns, everything[:, segments] + values)
 
 
 # The policy ---------------------------------------------------------------------------------------------------------------
@@ -822,19 +939,23 @@ def test_log_probability_and_entropy_of_several_choices_are_sums_over_categorica
 
 def test_continuous_actions_are_gaussian_with_the_learned_deviation():
     agent = make_agent(gym.spaces.Box(-1, 1, (2,), np.float32))
-    agent.actor_logstd.data = torch.tensor([[0.5, -1.0]])
+    agent.policy.decoder_logstd.data = torch.tensor([[0.5, -1.0]])
     with torch.no_grad():
         actions, logprobs = agent.sample(torch.tensor([3.0, -2.0]).expand(20000, 2), agent.sampling_noise(20000))
     normal = torch.distributions.Normal(torch.tensor([3.0, -2.0]), torch.tensor([0.5, -1.0]).exp())
     torch.testing.assert_close(actions.mean(0), normal.mean, atol=0.05, rtol=0)
     torch.testing.assert_close(actions.std(0), normal.stddev, atol=0, rtol=0.03)
     torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))
-    torch.testing.assert_close(agent.evaluate_actions(torch.zeros(1, 2), torch.zeros(1, 2))[1], normal.entropy().sum()[None])
+    torch.testing.assert_close(
+        agent.evaluate_actions(torch.zeros(1, 2), torch.zeros(1, 2))[1], normal.entropy().sum()[None]
+    )
 
 
 def test_deterministic_actions_are_the_most_likely():
     agent, box = make_agent(gym.spaces.MultiDiscrete([3, 2])), make_agent(gym.spaces.Box(-1, 1, (2,), np.float32))
-    assert agent.sample(torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5]), agent.sampling_noise(deterministic=True))[0].tolist() == [1, 0]
+    assert agent.sample(torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5]), agent.sampling_noise(deterministic=True))[
+        0
+    ].tolist() == [1, 0]
     assert box.sample(torch.tensor([[0.3, -7.0]]), box.sampling_noise(1, deterministic=True))[0].tolist() == [
         [pytest.approx(0.3), -7]
     ]
@@ -850,17 +971,10 @@ SPACES = {
 
 
 def pufferlibs_network(observation_space, action_space):
-    env = SimpleNamespace(single_observation_space=observation_space, single_action_space=action_space, observation_space=None)
+    env = SimpleNamespace(
+        single_observation_space=observation_space, single_action_space=action_space, observation_space=None
+    )
     return pufferlib.models.LSTMWrapper(env, pufferlib.models.Default(env, 128), 128, 128)
-
-
-@pytest.mark.parametrize("kind", SPACES)
-def test_weights_survive_the_way_to_pufferlibs_names_and_back(kind):
-    agent, other = make_agent(SPACES[kind]), make_agent(SPACES[kind])
-    for parameter in other.parameters():
-        nn.init.normal_(parameter)
-    ppo.load_state_dict(agent, ppo.to_pufferlib(other), "--load-weights")
-    torch.testing.assert_close(agent.state_dict(), other.state_dict(), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SPACES)
@@ -868,21 +982,22 @@ def test_weights_load_strictly_into_pufferlibs_network_and_its_load_into_ours(ki
     agent, network = make_agent(SPACES[kind], hidden_size=128), pufferlibs_network(BOX, SPACES[kind])
     for parameter in agent.parameters():
         nn.init.normal_(parameter)
-    network.load_state_dict(ppo.to_pufferlib(agent), strict=True)
+    network.load_state_dict(agent.state_dict(), strict=True)
     other = pufferlibs_network(BOX, SPACES[kind])
-    ppo.load_state_dict(agent, other.state_dict(), "--load-weights")
-    torch.testing.assert_close(ppo.to_pufferlib(agent), dict(other.state_dict()), atol=0, rtol=0)
+    agent.load_state_dict(other.state_dict(), strict=True)
+    torch.testing.assert_close(dict(agent.state_dict()), dict(other.state_dict()), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SPACES)
-def test_flat_weights_have_pufferlibs_parameter_order(kind, tmp_path):
+def test_flat_weights_have_pufferlibs_parameter_order(kind):
     agent, network = make_agent(SPACES[kind], hidden_size=128), pufferlibs_network(BOX, SPACES[kind])
     for parameter in network.parameters():
         nn.init.normal_(parameter)
-    flat = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])  # how PufferLib writes its .bin
-    (tmp_path / "weights.bin").write_bytes(flat.numpy().tobytes())
-    ppo.load_weights(agent, str(tmp_path / "weights.bin"), "--load-weights")
-    torch.testing.assert_close(ppo.to_pufferlib(agent), dict(network.state_dict()), atol=0, rtol=0)
+    flat = torch.cat(
+        [parameter.detach().flatten() for parameter in network.parameters()]
+    )  # how PufferLib writes its .bin
+    nn.utils.vector_to_parameters(flat, agent.parameters())
+    torch.testing.assert_close(dict(agent.state_dict()), dict(network.state_dict()), atol=0, rtol=0)
 
 
 def test_pufferlibs_network_gives_the_same_logits_and_values_on_breakout():
@@ -890,10 +1005,10 @@ def test_pufferlibs_network_gives_the_same_logits_and_values_on_breakout():
     envs = ppo.make_envs(ppo.Args(env_id="breakout", num_envs=1), seed=1)
     torch.manual_seed(1)
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, 128)
-    ppo.layer_init(agent.actor, 1.0)
+    ppo.layer_init(actor_of(agent), 1.0)
     network = pufferlib.models.LSTMWrapper(envs.vecenv, pufferlib.models.Default(envs.vecenv, 128), 128, 128)
     envs.close()
-    network.load_state_dict(ppo.to_pufferlib(agent), strict=True)
+    network.load_state_dict(agent.state_dict(), strict=True)
     observations = data.observations[0][:3]
     state = {"lstm_h": torch.zeros(data.N, 128), "lstm_c": torch.zeros(data.N, 128)}
     with torch.no_grad():

@@ -1,11 +1,10 @@
 """Every kind of environment trains for two iterations: Ocean's, Gymnasium's, PettingZoo's; every space; every vectorization."""
 
-import json
 import pathlib
 
 import pufferlib
 import pytest
-from conftest import SCRIPT, newest_run, read_metrics, run_in_a_fork
+from conftest import SCRIPT, end_of, newest_run, read_metrics, run_in_a_fork
 
 import ppo_lstm_puffer as ppo
 
@@ -14,9 +13,11 @@ TINY = "--num-steps 8 --minibatch-size 16 --update-epochs 0 --hidden-size 16 --p
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Trains two iterations in a fork of this process (a C environment may crash it) and returns the run's metrics.json."""
+    """Trains two iterations in a fork of this process (a C environment may crash it) and returns the last line of its metrics."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))  # as `import pufferlib` would here
+    (tmp_path / "resources").symlink_to(
+        pathlib.Path(pufferlib.__path__[0], "resources")
+    )  # as `import pufferlib` would here
 
     def train(env_id: str, arguments: str = "", agents: int = 4, timeout: float = 60) -> dict:
         command = [
@@ -31,10 +32,11 @@ def train(tmp_path, monkeypatch):
         ]
         output = run_in_a_fork(SCRIPT, command, tmp_path, timeout)
         run = newest_run(tmp_path)
-        metrics = json.loads((run / "metrics.json").read_text())
-        assert (metrics["exit_reason"], metrics["iterations"], metrics["timesteps"]) == ("completed", 2, 2 * agents * 8), output
+        end = end_of(run)
+        expected = ("completed", 2, 2 * agents * 8)
+        assert (end["exit_reason"], end["iteration"], end["step"]) == expected, output
         assert [row["step"] for row in read_metrics(run)] == [agents * 8, 2 * agents * 8]
-        return metrics
+        return read_metrics(run)[-1]
 
     return train
 
@@ -138,15 +140,25 @@ def test_even_workers_are_double_buffered(num_workers, groups):
         assert envs.num_groups == groups
         envs.reset()
         received = [envs.receive() for _ in range(groups)]
-        covered = sorted((step.agents.start, step.agents.stop) for step in received)
+        covered = sorted((agents.start, agents.stop) for agents, *_ in received)
         assert covered == [(8 // groups * i, 8 // groups * (i + 1)) for i in range(groups)]
-        assert all(step.observations.shape == (8 // groups, 4) for step in received)
+        assert all(observations.shape == (8 // groups, 4) for _, observations, *_ in received)
     finally:
         envs.close()
     assert not any(process.is_alive() for process in envs.processes)
 
 
 def test_environment_arguments_are_read_as_people_write_them():
-    words = ["--env.rate", "1e-3", "--env.size", "3", "--env.name", "hard", "--env.walls", "false", "--env.sizes=[1, 2]"]
+    words = [
+        "--env.rate",
+        "1e-3",
+        "--env.size",
+        "3",
+        "--env.name",
+        "hard",
+        "--env.walls",
+        "false",
+        "--env.sizes=[1, 2]",
+    ]
     args, _ = ppo.parse_args(words)
     assert args.env == {"rate": 1e-3, "size": 3, "name": "hard", "walls": False, "sizes": [1, 2]}

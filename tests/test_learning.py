@@ -12,7 +12,7 @@ TRAIN = [
 ]  # fmt: skip
 CARTPOLE = [
     *TRAIN, "--env-id", "cartpole", "--num-envs", "64", "--num-steps", "16", "--minibatch-size", "512", "--update-epochs", "2",
-    "--total-timesteps", "400000", "--gamma", "0.95", "--learning-rate", "0.01", "--vf-clip-coef", "10", "--vf-coef", "0.5",
+    "--total-timesteps", "600000", "--gamma", "0.95", "--learning-rate", "0.01", "--vf-clip-coef", "10", "--vf-coef", "0.5",
     "--ent-coef", "0.01", "--prio-alpha", "0",
 ]  # fmt: skip
 CUE_RECALL = [
@@ -56,7 +56,7 @@ def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_pat
         ppo, "lstm_forward", lambda x, h, c, dones, weight, bias: forward(x, h, c, torch.ones_like(dones), weight, bias)
     )
     monkeypatch.chdir(tmp_path)
-    args, _ = ppo.parse_args([*CUE_RECALL, "--no-dashboard"])
+    args, _ = ppo.parse_args(CUE_RECALL)
     assert ppo.train(args) == 0
     assert final(newest_run(tmp_path), "episodic_return") <= 0.4
 

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import re
-import types
+import unittest.mock
 
 import pytest
 import torch
@@ -63,26 +63,39 @@ def test_what_was_chosen_is_printed_stored_and_kept_by_a_resumed_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cores", "threads"), [(256, 16, 1), (1024, 1, 1), (1024, 16, 2), (4096, 16, 7), (32768, 2, 2), (32768, 16, 16)]
+    ("steps", "cores", "threads"),
+    [(256, 16, 1), (1024, 1, 1), (1024, 16, 2), (4096, 16, 7), (32768, 2, 2), (32768, 16, 16)],
 )
 def test_threads_follow_the_work_of_an_update_and_the_cores(monkeypatch, steps, cores, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(ppo.psutil, "cpu_count", lambda logical: 16)
-    monkeypatch.setattr("builtins.open", lambda path: (_ for _ in ()).throw(OSError))  # no container
-    assert ppo.choose_threads(ppo.Args(minibatch_size=steps), DEFAULT_NETWORK) == threads
+    assert chosen_threads(monkeypatch, steps, "no container") == threads
+
+
+def chosen_threads(monkeypatch, steps: int, quota: str) -> int:
+    """For an update of so many steps of the default network; quota: what the container's file says."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda path: quota)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ppo.set_up_cpu(ppo.Args(minibatch_size=steps), DEFAULT_NETWORK)
+    return chosen[0]
+
+
+def test_omp_num_threads_wins(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: pytest.fail("told otherwise"))
+    ppo.set_up_cpu(ppo.Args(), DEFAULT_NETWORK)
 
 
 @pytest.mark.parametrize(("quota", "threads"), [("max 100000", 16), ("300000 100000", 3), ("50000 100000", 1)])
-def test_threads_keep_to_the_quota_of_a_container(monkeypatch, tmp_path, quota, threads):
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    file = (tmp_path / "cpu.max").open()
+def test_threads_keep_to_the_quota_of_a_container(monkeypatch, quota, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(ppo.psutil, "cpu_count", lambda logical: 16)
-    monkeypatch.setattr("builtins.open", lambda path: file)
-    assert ppo.choose_threads(ppo.Args(minibatch_size=32768), DEFAULT_NETWORK) == threads
+    assert chosen_threads(monkeypatch, 32768, quota) == threads
 
 
-def test_a_compiler_that_is_killed_leaves_no_file_that_looks_whole(tmp_path):
+def test_a_compiler_that_is_killed_leaves_no_file_that_looks_whole(monkeypatch, tmp_path):
     target = tmp_path / "kernel.so"
 
     def killed(command: str, cwd: str):
@@ -92,11 +105,15 @@ def test_a_compiler_that_is_killed_leaves_no_file_that_looks_whole(tmp_path):
     def whole(command: str, cwd: str):
         pathlib.Path(command.split()[-1]).write_text("whole")
 
+    from torch._inductor import cpp_builder
+
+    for name in ("act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"):  # compiled in place
+        monkeypatch.setattr(ppo, name, getattr(ppo, name))
     for compiler in (killed, whole):
-        builder = types.SimpleNamespace(_run_compile_cmd=compiler)
-        ppo.compile_whole_files(builder)
+        monkeypatch.setattr(cpp_builder, "_run_compile_cmd", compiler)
+        ppo.compile_hot_functions()
         try:
-            builder._run_compile_cmd(f"g++ kernel.cpp -o {target}", str(tmp_path))
+            cpp_builder._run_compile_cmd(f"g++ kernel.cpp -o {target}", str(tmp_path))
         except KeyboardInterrupt:
             assert not target.exists()
     assert target.read_text() == "whole"
@@ -114,13 +131,15 @@ def test_torchs_compiler_is_called_the_way_that_is_taken_over():
 def test_time_limit_counts_training_and_not_compiling(monkeypatch):
     now = 100.0
     monkeypatch.setattr(ppo.time, "perf_counter", lambda: now)
-    run = ppo.Run.__new__(ppo.Run)
-    run.args, run.trained_before, run.started_at = ppo.Args(time_limit=30, dashboard=False), 25.0, None
-    assert not run.out_of_time
+    monkeypatch.setattr(ppo.signal, "signal", lambda *_: None)
+    run = ppo.Run.__new__(ppo.Run)  # resumed: 40 seconds before, 15 of them compiling
+    run.args, run.live, run.profiler, run.task = ppo.Args(time_limit=30), unittest.mock.Mock(), None, 0
+    run.zero, run.began, run.startup, run.started, run.signum = 60.0, 100.0, 15.0, False, 0
+    assert not run.stopping
     now = 160.0  # it compiled for a minute
-    run.started()
-    assert not run.out_of_time
+    run.updated(1, 1)
+    assert not run.stopping
     now = 164.9
-    assert not run.out_of_time
-    now = 165.0
-    assert run.out_of_time
+    assert not run.stopping
+    now = 165.1
+    assert run.stopping
