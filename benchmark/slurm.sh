@@ -1,7 +1,7 @@
 #!/bin/bash
 # Two hosts of eight GPUs under Slurm:  sbatch benchmark/slurm.sh --env-id breakout --num-envs 16384 --minibatch-size 65536
-# One torchrun per host; they meet at the first. The folder must be on storage that the hosts share, because after a restart
-# any of them may be the one that reads the checkpoint. A requeued job goes on where it was.
+# One torchrun per host; they meet at the first. The job's number names the run's folder, on storage that the hosts share,
+# because after a restart any of them may be the one that reads the checkpoint. A requeued job goes on where it was.
 #SBATCH --job-name=ppo_lstm_puffer_ddp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -12,17 +12,13 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
-OUTPUT_DIR=runs/slurm-$SLURM_JOB_ID
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-RESUME=()
-if compgen -G "$OUTPUT_DIR/*/trainer_state.pt" >/dev/null; then RESUME=(--resume latest); fi
-
-export OUTPUT_DIR HEAD
+export HEAD
 # shellcheck disable=SC2016  (expanded on each host)
 srun --kill-on-bad-exit=1 bash -c '
     is_host=$([ "$SLURM_NODEID" = 0 ] && echo 1 || echo 0)
     exec .venv/bin/python -m torch.distributed.run \
         --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
         --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$HEAD:29500" --rdzv-conf=is_host="$is_host" \
-        ppo_lstm_puffer_ddp.py --output-dir "$OUTPUT_DIR" "$@"
-' ppo "$@" "${RESUME[@]}"
+        ppo_lstm_puffer_ddp.py "$@"
+' ppo "$@"

@@ -2,8 +2,9 @@
 
     python same_data.py MODULE OUT ARGUMENTS...       (or under torchrun)
 
-Agent i of all sees the same whichever rank has it. Leaves every rank's parameters after training, and the gradients of its
-first update, in OUT/rank<k>.pt.
+Agent i of all sees the same whichever rank has it, and one process draws its segments in two halves, as two ranks do. Leaves
+every rank's parameters after training, the gradients of its first update, and how many chunks an update had, in
+OUT/rank<k>.pt. With DRIFT in the environment, the last rank's parameters are changed a little after the first update.
 """
 
 import importlib
@@ -19,7 +20,7 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 name, out, *arguments = sys.argv[1:]
 script = importlib.import_module(name)
 num_envs = int(arguments[arguments.index("--num-envs") + 1])
-seen = {}
+seen = {"chunks": torch.zeros(()), "updates": torch.zeros(())}
 
 
 def share(array):
@@ -29,14 +30,14 @@ def share(array):
 
 
 class SameEnvs:
-    """Agents that see random numbers; their episodes end and their actions are ignored at random; one action of three is right.
-
-    What it is worth grows from agent to agent, so that the statistics of a rank are not those of all.
-    """
+    """Agents that see random numbers; their episodes end and their actions are ignored at random; one action of three is
+    right. What it is worth grows from agent to agent, so that the statistics of a rank are not those of all."""
 
     def __init__(self, *_, **__):
-        self.single_observation_space, self.single_action_space = gym.spaces.Box(-5, 5, (6,), np.float32), gym.spaces.Discrete(3)
-        self.num_agents, self.num_groups, self.action_shape, self.torch_dtype = num_envs // WORLD_SIZE, 1, (1,), torch.float32
+        self.single_observation_space = gym.spaces.Box(-5, 5, (6,), np.float32)
+        self.single_action_space = gym.spaces.Discrete(3)
+        self.num_agents, self.num_groups, self.num_actions = num_envs // WORLD_SIZE, 1, 1
+        self.torch_dtype = torch.float32
         self.actions, self.time = np.zeros(self.num_agents, int), 0
         self.episodes, self.logs = [], defaultdict(list)
 
@@ -50,11 +51,13 @@ class SameEnvs:
         if self.time == 0:
             dones[:] = True
         self.time += 1
-        flags = (array.astype(np.float32) for array in (rewards, dones, valid))
-        return script.Step(slice(0, self.num_agents), numbers[:, :6], *flags)
+        return slice(0, self.num_agents), numbers[:, :6], *(x.astype(np.float32) for x in (rewards, dones, valid))
 
     def send(self, actions):
         self.actions = actions[:, 0]
+
+    def means(self):
+        return {}
 
     def close(self):
         pass
@@ -64,22 +67,43 @@ generator = torch.Generator().manual_seed(0)
 
 
 def same_noise(self, steps, agents, **_):
-    return share(torch.empty(agents * WORLD_SIZE, steps, *self.logit_index.shape).exponential_(generator=generator)).transpose(0, 1)
+    noise = torch.empty(agents * WORLD_SIZE, steps, self.num_logits).exponential_(generator=generator)
+    return share(noise).transpose(0, 1)
 
 
-def same_uniform(size, **_):
-    return share(torch.rand_like(torch.empty(size * WORLD_SIZE), generator=generator))
+def sample_halves(advantages, _, k, alpha, beta, sample=script.sample_segments):
+    """Of each half of all segments half of the minibatch; a rank of two has one of them."""
+    n, draws = num_envs // 2, []
+    for half in range(2):
+        uniform = torch.rand(n + 1, generator=generator)
+        if WORLD_SIZE == 1:
+            index, weights = sample(advantages[:, half * n : (half + 1) * n], uniform, k // 2, alpha, beta)
+            draws.append((index + half * n, weights))
+        elif half == RANK:
+            draws.append(sample(advantages, uniform, k, alpha, beta))
+    return tuple(map(torch.cat, zip(*draws)))
+
+
+def count_chunks(*args, loss=script.minibatch_loss, **kwargs):
+    seen["chunks"] += 1
+    return loss(*args, **kwargs)
 
 
 def clip_grad_norm_(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_):
+    if "DRIFT" in os.environ and seen["updates"] == 0 and RANK == WORLD_SIZE - 1:
+        with torch.no_grad():
+            parameters[0].mul_(1.01)
+    seen["updates"] += 1
     seen.setdefault("gradients", [parameter.grad.clone() for parameter in parameters])
     seen["parameters"] = parameters  # the same objects to the end
     return clip(parameters, max_norm)
 
 
 script.make_envs, script.Agent.sampling_noise = SameEnvs, same_noise
-script.torch.rand, script.nn.utils.clip_grad_norm_ = same_uniform, clip_grad_norm_
+script.sample_segments, script.minibatch_loss = sample_halves, count_chunks
+script.nn.utils.clip_grad_norm_ = clip_grad_norm_
 sys.argv = [f"{name}.py", *arguments]
 code = script.main()
-torch.save({key: [tensor.detach() for tensor in tensors] for key, tensors in seen.items()}, f"{out}/rank{RANK}.pt")
+torch.save({key: [x.detach() for x in value] if isinstance(value, list) else value for key, value in seen.items()},
+           f"{out}/rank{RANK}.pt")  # fmt: skip
 os._exit(code)  # as the script does, and for its reason
