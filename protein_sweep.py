@@ -1,40 +1,42 @@
-"""Hyperparameter search that knows what a trial costs: PufferLib's Protein as an Optuna sampler, over any of the training scripts.
+"""Hyperparameter search that knows what a trial costs: PufferLib's Protein as an Optuna sampler, over training scripts.
 
-    python protein_sweep.py --env-id breakout --num-trials 60 --max-cost-seconds 60 --workers 2   # to sweeps/breakout__ppo_lstm_puffer/
-    python protein_sweep.py --env-id breakout --num-trials 90 ...    # the same study goes on, after Ctrl-C too, up to 90 trials
-    python protein_sweep.py --env-id pong -- --num-envs 512 --hidden-size 64         # after --: fixed arguments of the script
-    python protein_sweep.py --storage postgresql://user@host/sweeps ...              # the same on many machines: one study
-    python ppo_lstm_puffer.py --config sweeps/breakout__ppo_lstm_puffer/best.yaml    # train with what it found
-    optuna-dashboard sqlite:///sweeps/breakout__ppo_lstm_puffer/study.db             # look at it in a browser
+    python protein_sweep.py --env-id breakout --num-trials 60 --max-cost-seconds 60 --workers 2
+    python protein_sweep.py --env-id breakout --num-trials 90 ...  # the same study goes on, after Ctrl-C too
+    python protein_sweep.py --env-id pong -- --num-envs 512 --hidden-size 64      # after --: always for the script
+    python protein_sweep.py --storage postgresql://user@host/sweeps ...           # the same on many machines: one study
+    python ppo_lstm_puffer.py --config sweeps/breakout__ppo_lstm_puffer/best.yaml # train with what it found
+    optuna-dashboard sqlite:///sweeps/breakout__ppo_lstm_puffer/study.db          # look at it in a browser
 
-Optuna keeps the study (trials, storage, resuming, pruning). This file adds ProteinSampler, and trials that are processes: pinned to
-their cores, read while they run, stopped when they cost too much or look hopeless, recorded as failures when they crash.
-Read it from the top: arguments, search space, the sampler (which any Optuna study can use), a trial, the sweep. Below is plumbing.
+Optuna keeps the study (trials, storage, resuming, pruning). This file adds ProteinSampler, and trials as processes: on
+cores and a GPU of their own, read while they run, stopped when they cost too much or look hopeless, recorded as
+failures when they crash. At the end the three best run again on fresh seeds, and their means decide.
+Read it from the top: arguments, search space, the sampler (which any Optuna study can use), a trial, the sweep.
 """
 
 import ast
 import contextlib
 import csv
 import ctypes
-import datetime
 import difflib
 import functools
 import io
-import itertools
 import json
+import math
 import os
 import pathlib
+import queue
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 if __name__ == "__main__":
@@ -48,11 +50,11 @@ import sqlalchemy.exc
 import threadpoolctl
 import tyro
 import yaml
+from optuna._transform import _SearchSpaceTransform
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct, Matern, WhiteKernel
+from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
 
 @dataclass
@@ -72,38 +74,47 @@ class Args:
     num_trials: int = 60
     """finished trials in the study, those before a restart and those of other processes included"""
     max_cost_seconds: float = 300.0
-    """a run is stopped after this many seconds of training, and counts with what it reached; compilation is not counted"""
+    """a run is stopped after so many seconds of training (compilation not counted), and counts with what it reached"""
     workers: int = 1
-    """trials at once; the cores that this process may use are divided among them"""
+    """trials at once; this process's cores are divided among them, and each has one GPU where there are several"""
     seeds: int = 1
     """runs per trial, each with a seed of its own; the trial's score and cost are their means"""
+    confirm_seeds: int = 3
+    """fresh seeds on which the three best trials run again at the end: the best mean wins (0: as it was)"""
     pruning: bool = True
-    """stop a trial when, at the same cost, it is worse than three quarters of the complete ones (ten at least; not before 30 % of the cost)"""
+    """stop a trial when, at the same cost, it is worse than three quarters of the complete ones (of ten at least)"""
     sampler: Literal["protein", "gp", "tpe", "random", "grid"] = "protein"
     """protein: the one below; the others are Optuna's own, which see the score only"""
     seed: int = 1
     """seed of the sampler; run k of trial n trains with seed + n * seeds + k"""
     hang_seconds: float = 600.0
-    """a run without a new line in metrics.jsonl for so long has failed (compilation, before the first line, included)"""
+    """a run without a new line in metrics.jsonl for so long has failed (compilation, before the first, included)"""
     study_name: str | None = None
     """name of the study and of its folder; default: <env>__<script>"""
     output_dir: str = "sweeps"
     """the study's folder goes here"""
     storage: str | None = None
-    """an SQL database for Optuna, such as postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
+    """an SQL database for Optuna, as postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
     fixed: tyro.conf.Suppress[tuple[str, ...]] = ()
     """after --: arguments for the script that stay as they are; they win over the space"""
 
 
-# THE SEARCH SPACE: what a line of the YAML file is to the sampler ---------------------------------------------------------
+class UsageError(Exception):
+    """Bad input: main prints it as one line and exits with code 2."""
+
+    def __str__(self):  # what it quotes may have newlines and escape sequences
+        return "".join(character if character.isprintable() else " " for character in super().__str__())
+
+
+# THE SEARCH SPACE: what a line of the YAML file is to the sampler -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Parameter:
     """An argument of the script as a parameter of the study, on the scale on which a step is as large everywhere.
 
-    gamma from 0.9 to 0.999 becomes "1 - gamma", logarithmic; num_envs in powers of two becomes "log2(num_envs)", an integer. So
-    every sampler, and every plot of Optuna's, sees the natural scale.
+    gamma from 0.9 to 0.999 becomes "1 - gamma", logarithmic; num_envs in powers of two becomes "log2(num_envs)", an
+    integer. So every sampler, and every plot of Optuna's, sees the natural scale.
     """
 
     argument: str
@@ -113,61 +124,54 @@ class Parameter:
     to_parameter: Callable[[Any], Any] = lambda value: value
 
 
-def significant(value: float, digits: int = 4) -> float:
-    """Rounded, for files that people read."""
-    return float(f"{value:.{digits}g}")
+def significant(value: float) -> float:
+    """Rounded to four digits, for files that people read."""
+    return float(f"{value:.4g}")
 
 
 def parse_space(content: Any, source: str) -> list[Parameter]:
     """Parameters from the content of a space file. Raises UsageError."""
     if not isinstance(content, dict) or not content:
         raise UsageError(f"--space {source}: not a mapping of arguments to distributions or lists")
-    return [parse_parameter(str(key).replace("-", "_"), entry, f"--space {source}: {key}") for key, entry in content.items()]
+    return [parse_parameter(str(key).replace("-", "_"), content[key], f"--space {source}: {key}") for key in content]
 
 
 def parse_parameter(argument: str, entry: Any, where: str) -> Parameter:
-    if isinstance(entry, list):
-        if not entry or not all(isinstance(choice, (bool, int, float, str)) for choice in entry):
-            raise UsageError(f"{where}: {entry}: a list of choices must have numbers, words, true or false")
+    """A line of a space file. Raises UsageError."""
+    if isinstance(entry, list) and entry and all(isinstance(choice, (bool, int, float, str)) for choice in entry):
         return Parameter(argument, argument, CategoricalDistribution(entry))
     if not isinstance(entry, dict) or set(entry) != {"distribution", "min", "max"}:
         raise UsageError(f"{where}: {entry}: must be a list of choices, or have exactly distribution, min and max")
     kind, low, high = entry["distribution"], entry["min"], entry["max"]
-    numbers = all(isinstance(bound, (int, float)) and not isinstance(bound, bool) for bound in (low, high))
-    if not numbers or not low < high:
-        raise UsageError(f"{where}: min {low}, max {high}: must be numbers, the first smaller (YAML wants 1.0e-5 for 1e-5)")
-    whole = isinstance(low, int) and isinstance(high, int)
-    if kind == "uniform":
-        return Parameter(argument, argument, FloatDistribution(low, high), significant)
-    if kind == "int_uniform":
-        if not whole:
-            raise UsageError(f"{where}: min {low}, max {high}: int_uniform takes whole numbers")
-        return Parameter(argument, argument, IntDistribution(low, high))
+    numbers = {type(low), type(high)} <= {int, float} and -math.inf < low < high < math.inf
+    whole = numbers and type(low) is type(high) is int
+    powers = whole and low > 0 and low & (low - 1) == high & (high - 1) == 0
+    kinds = {
+        "uniform": (numbers, "numbers"),
+        "int_uniform": (whole, "whole numbers"),
+        "uniform_pow2": (powers, "powers of two, as 64 and 1024"),
+        "log_normal": (numbers and low > 0, "numbers above 0"),
+        "logit_normal": (numbers and high < 1, "numbers below 1"),
+    }
+    fits, wanted = kinds.get(str(kind), (False, f"and distribution one of {', '.join(kinds)}"))
+    if not fits:
+        note = "the first smaller (YAML wants 1.0e-5 for 1e-5)"
+        raise UsageError(f"{where}: distribution {kind}, min {low}, max {high}: must be {wanted}, {note}")
     if kind == "uniform_pow2":
-        exponents = [int(bound).bit_length() - 1 for bound in (low, high)]
-        if not whole or [2**exponent for exponent in exponents] != [low, high]:
-            raise UsageError(f"{where}: min {low}, max {high}: uniform_pow2 takes powers of two, such as 64 and 1024")
+        distribution = IntDistribution(low.bit_length() - 1, high.bit_length() - 1)
         exponent_of = lambda value: round(np.log2(max(value, 1)))  # noqa: E731
-        return Parameter(argument, f"log2({argument})", IntDistribution(*exponents), lambda exponent: 2**exponent, exponent_of)
-    if kind == "log_normal":
-        if low <= 0:
-            raise UsageError(f"{where}: min {low}: log_normal takes numbers above 0")
-        if whole:
-            return Parameter(argument, argument, IntDistribution(low, high, log=True))
-        return Parameter(argument, argument, FloatDistribution(low, high, log=True), significant)
+        return Parameter(argument, f"log2({argument})", distribution, lambda exponent: 2**exponent, exponent_of)
     if kind == "logit_normal":
-        if high >= 1:
-            raise UsageError(f"{where}: max {high}: logit_normal takes numbers below 1")
         distribution = FloatDistribution(round(1 - high, 12), round(1 - low, 12), log=True)
-        return Parameter(
-            argument, f"1 - {argument}", distribution, lambda rest: round(1 - significant(rest), 12), lambda value: 1 - value
-        )
-    known = "uniform, int_uniform, uniform_pow2, log_normal, logit_normal"
-    raise UsageError(f"{where}: distribution {kind}: must be one of {known}")
+        value_of = lambda rest: round(1 - significant(rest), 12)  # noqa: E731
+        return Parameter(argument, f"1 - {argument}", distribution, value_of, lambda value: 1 - value)
+    if kind == "int_uniform" or (kind == "log_normal" and whole):
+        return Parameter(argument, argument, IntDistribution(low, high, log=kind == "log_normal"))
+    return Parameter(argument, argument, FloatDistribution(low, high, log=kind == "log_normal"), significant)
 
 
 def to_arguments(space: list[Parameter], params: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The script's arguments of a trial. A minibatch larger than the batch is lowered to it: the script would refuse."""
+    """The script's arguments of a trial. A minibatch larger than the batch is lowered, lest it refuses."""
     arguments = {parameter.argument: parameter.to_argument(params[parameter.name]) for parameter in space}
     sizes = given | arguments
     if "minibatch_size" in arguments and {"num_envs", "num_steps"} <= set(sizes):
@@ -188,208 +192,222 @@ def to_params(space: list[Parameter], arguments: dict[str, Any]) -> dict[str, An
     return params
 
 
-# ALGO LOGIC: the sampler --------------------------------------------------------------------------------------------------
+# ALGO LOGIC: the sampler ----------------------------------------------------------------------------------------------
 
 
-class Cube:
-    """A search space as the unit cube: one coordinate per number (of its logarithm where the distribution is logarithmic),
-    one per choice of a categorical parameter (1 for the chosen one)."""
+class Cube(_SearchSpaceTransform):
+    """A search space as the unit cube, by Optuna: one coordinate per number (of its logarithm where the distribution is
+    logarithmic; a whole number is as wide as its rounding), one per choice of a categorical parameter (1: chosen)."""
 
     def __init__(self, space: dict[str, BaseDistribution]):
-        self.space, self.slices, self.dim = space, {}, 0
-        for name, distribution in space.items():
-            width = len(distribution.choices) if isinstance(distribution, CategoricalDistribution) else 1
-            self.slices[name] = slice(self.dim, self.dim + width)
-            self.dim += width
-        self.owner = [number for number, part in enumerate(self.slices.values()) for _ in range(part.start, part.stop)]
+        super().__init__(space, transform_0_1=True)
+        self.space, self.dim = space, len(self.bounds)
+        self.encode, self.decode, self.owner = self.transform, self.untransform, self.encoded_column_to_column
 
-    @staticmethod
-    def ends(distribution: BaseDistribution) -> tuple[float, float]:
-        """What 0 and 1 stand for. A whole number is as wide as its rounding."""
-        half = 0.5 if isinstance(distribution, IntDistribution) else 0.0
-        ends = np.array([distribution.low - half, distribution.high + half])
-        return tuple(np.log(ends) if distribution.log else ends)
-
-    def encode(self, params: dict[str, Any]) -> np.ndarray:
-        """Parameters to coordinates (dim)."""
-        x = np.zeros(self.dim)
-        for name, distribution in self.space.items():
-            if isinstance(distribution, CategoricalDistribution):
-                x[self.slices[name].start + distribution.choices.index(params[name])] = 1
-            else:
-                low, high = self.ends(distribution)
-                value = np.log(params[name]) if distribution.log else params[name]
-                x[self.slices[name]] = (value - low) / (high - low) if high > low else 0.5
-        return x
+    def ends(self, name: str) -> np.ndarray:
+        """What 0 and 1 stand for: a number, or its logarithm."""
+        return self._raw_bounds[self.column_to_encoded_columns[list(self.space).index(name)][0]]
 
     def scale(self, x: np.ndarray, name: str, factors: np.ndarray) -> np.ndarray:
         """Coordinates (n, dim) where the number called `name` is multiplied by factors (n), beyond its range too."""
-        (low, high), x, column = self.ends(self.space[name]), x.copy(), self.slices[name].start
+        column, x = self.column_to_encoded_columns[list(self.space).index(name)][0], x.copy()
+        low, high = self.ends(name)
         value = low + x[:, column] * (high - low)
         value = value + np.log(factors) if self.space[name].log else value * factors
         x[:, column] = (value - low) / (high - low)
         return x
 
-    def decode(self, x: np.ndarray) -> dict[str, Any]:
-        """Coordinates (dim) to the nearest parameters."""
-        params = {}
-        for name, distribution in self.space.items():
-            u = x[self.slices[name]]
-            if isinstance(distribution, CategoricalDistribution):
-                params[name] = distribution.choices[int(np.argmax(u))]
-                continue
-            low, high = self.ends(distribution)
-            value = low + float(u[0]) * (high - low)
-            value = np.exp(value) if distribution.log else value
-            if distribution.step:
-                value = distribution.low + distribution.step * round((value - distribution.low) / distribution.step)
-            value = min(max(value, distribution.low), distribution.high)
-            params[name] = int(value) if isinstance(distribution, IntDistribution) else float(value)
-        return params
-
 
 def pareto_front(costs: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Indices, by rising cost, of the points that no other one beats: better than everything that costs as much or less."""
+    """Indices, by rising cost, of the points that no other beats: better than everything that costs as much or less."""
     order = np.lexsort((-scores, costs))
     best = np.maximum.accumulate(scores[order])
     return order[np.concatenate(([True], best[1:] > best[:-1]))]
 
 
-def fit_gp(x: np.ndarray, y: np.ndarray, rng: np.random.Generator, most: int = 128) -> GaussianProcessRegressor:
-    """A Gaussian process (Rasmussen & Williams 2006) through y (n) at x (n, d): trend, plus bumps, plus noise.
+class SameRun(kernels.StationaryKernelMixin, kernels.Kernel):
+    """1 for two points of one run, else 0: times a variance, the luck that all points of a run share."""
 
-    The linear kernel is the trend: a cost, in logarithms, is close to linear in the sizes. Matern 3/2 is what a plane cannot
-    follow, with a length scale per coordinate, long where a hyperparameter does not matter. The white kernel is the noise between seeds.
-    The kernel's parameters are maximum a posteriori: with as many length scales as observations, the likelihood alone overfits,
-    so a log-normal prior, wider in more dimensions, holds them (Hvarfner et al. 2024). They are fitted to `most` observations at
-    most, since each of some 50 steps costs n^3; the process itself then takes all.
+    def __init__(self):  # scikit-learn reads the parameters off this
+        pass
+
+    def __call__(self, X, Y=None, eval_gradient=False):
+        same = np.equal.outer(X[:, -1], (X if Y is None else Y)[:, -1]).astype(float)
+        return (same, np.empty((*same.shape, 0))) if eval_gradient else same
+
+    def diag(self, X):
+        return np.ones(len(X))
+
+
+class Process:
+    """A Gaussian process (Rasmussen & Williams 2006) through y (n) at x (n, d), points of runs (n).
+
+    The linear kernel is the trend: a cost, in logarithms, is close to linear in the sizes. Matern 3/2 is what a plane
+    cannot follow, with a length scale per coordinate, long where a hyperparameter does not matter. Two seeds differ by
+    what all points of a run share, and by the white noise of each: luck, which a prediction leaves out.
+    The kernel's parameters are maximum a posteriori: with as many length scales as observations, the likelihood alone
+    overfits, so a log-normal prior, wider in more dimensions, holds them (Hvarfner et al. 2024). They are fitted to
+    `most` observations at most, since each of some 50 steps costs n^3; the process itself then takes all.
     """
-    d = x.shape[1]
-    matern = ConstantKernel(1.0, (1e-2, 1e2)) * Matern(np.full(d, 0.7 * np.sqrt(d)), (0.05, 1e3), nu=1.5)
-    kernel = matern + ConstantKernel(0.3, (1e-3, 1e2)) * DotProduct(1.0, "fixed") + WhiteKernel(0.03, (1e-5, 1.0))
-    # theta is (variance, d length scales, linear variance, noise), in logarithms: prior means and standard deviations.
-    mean = np.log(np.array([1.0, *np.full(d, 0.7 * np.sqrt(d)), 0.3, 0.03]))
-    deviation = np.array([1.0, *np.ones(d), 1.5, 1.5])
 
-    def maximum_a_posteriori(negative_likelihood, theta, bounds):
-        def objective(theta):
-            value, gradient = negative_likelihood(theta)
-            z = (theta - mean) / deviation
-            return value + 0.5 * z @ z, gradient + z / deviation
+    def __init__(self, x: np.ndarray, y: np.ndarray, runs: np.ndarray, rng: np.random.Generator, most: int = 128):
+        d = x.shape[1] + 1
+        bumps = kernels.Matern(np.full(d, 0.7 * np.sqrt(d - 1)), (0.05, 1e3), nu=1.5)
+        kernel = kernels.ConstantKernel(1.0, (1e-2, 1e2)) * bumps
+        kernel += kernels.ConstantKernel(0.3, (1e-3, 1e2)) * kernels.DotProduct(1.0, "fixed")
+        kernel += kernels.ConstantKernel(0.03, (1e-5, 1.0)) * SameRun() + kernels.WhiteKernel(0.03, (1e-5, 1.0))
+        # theta: variance, d length scales, linear variance, luck, noise, in logarithms; the prior is around the start.
+        mean, deviation = kernel.theta, np.array([1.0, *np.ones(d), 1.5, 1.5, 1.5])
 
-        result = scipy.optimize.minimize(objective, theta, jac=True, bounds=bounds, method="L-BFGS-B", options={"maxiter": 30})
-        return result.x, result.fun
+        def maximum_a_posteriori(negative_likelihood, theta, bounds):
+            def objective(theta):
+                value, gradient = negative_likelihood(theta)
+                z = (theta - mean) / deviation
+                return value + 0.5 * z @ z, gradient + z / deviation
 
-    some = rng.choice(len(y), most, replace=False) if len(y) > most else slice(None)
-    with warnings.catch_warnings():  # a parameter at its bound, which the prior seldom allows, is no news
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        fitted = GaussianProcessRegressor(kernel, optimizer=maximum_a_posteriori, normalize_y=True).fit(x[some], y[some])
-    return GaussianProcessRegressor(fitted.kernel_, optimizer=None, normalize_y=True).fit(x, y)
+            options = {"jac": True, "bounds": bounds, "method": "L-BFGS-B", "options": {"maxiter": 30}}
+            result = scipy.optimize.minimize(objective, theta, **options)
+            return result.x, result.fun
+
+        self.x, self.y = self.points(x, runs), y
+        some = rng.choice(len(y), most, replace=False) if len(y) > most else slice(None)
+        with warnings.catch_warnings():  # a parameter at its bound, which the prior seldom allows, is no news
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            gp = GaussianProcessRegressor(kernel, optimizer=maximum_a_posteriori, normalize_y=True)
+            self.kernel = gp.fit(self.x[some], y[some]).kernel_
+        self.luck = self.kernel.k2.k1.k1.constant_value + self.kernel.k2.k2.noise_level
+        self.fit(1e-10)
+
+    @staticmethod
+    def points(x: np.ndarray, runs: np.ndarray) -> np.ndarray:
+        """The kernels' input (n, d + 1): the number of the run is last, so small that none but SameRun sees it."""
+        return np.column_stack((x, 1e-9 * runs))
+
+    def fit(self, alpha: float | np.ndarray):
+        gp = GaussianProcessRegressor(self.kernel, alpha=alpha, optimizer=None, normalize_y=True)
+        self.gp = gp.fit(self.x, self.y)
+
+    def predict(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation (n) at x (n, d) over all seeds: without the luck of any run."""
+        mean, deviation = self.gp.predict(self.points(x, np.full(len(x), -1)), return_std=True)
+        return mean, np.sqrt(np.maximum(deviation**2 - self.luck * self.gp._y_train_std**2, 1e-12))
+
+    def imagine(self, x: np.ndarray) -> np.ndarray:
+        """Takes the predictions at x (n, d) for what was observed there, without luck; returns them."""
+        mean, _ = self.predict(x)
+        alpha = np.repeat((1e-10, 1e-4 - self.luck), (len(self.x), len(x)))  # takes off what the kernel adds for luck
+        self.x = np.concatenate((self.x, self.points(x, -2 - np.arange(len(x)))))
+        self.y = np.concatenate((self.y, mean))
+        self.fit(alpha)
+        return mean
 
 
 class ProteinSampler(optuna.samplers.BaseSampler):
-    """Suggests hyperparameters by what they are predicted to score and to cost, after PufferLib's Protein.
+    """Suggests hyperparameters by what they are predicted to score and to cost, after PufferLib's Protein (sweep.py).
 
-    1. Every finished trial is seen at several points of its learning curve: (hyperparameters, with total_timesteps the steps made by then;
-       progress) -> (cost, score). A trial that was stopped early is seen as far as it came.
-    2. One Gaussian process is fitted to the score, one to the logarithm of the cost, a third to 0 or 1, failed or not (least-squares
-       classification, Rasmussen & Williams 2006, section 6.5).
-    3. Candidates are drawn around the Pareto front, the trials that no other one beats in both cost and score: steps of every size, in
-       some of the coordinates, so that a good trial is changed a little in one respect, or much in all. Then nearer and
-       nearer around the best candidates.
-    4. A limit on the cost is drawn: three times in four the largest that is allowed or a quarter more than the best trial's, else one from the front's range, in logarithms. Of the candidates
-       predicted to cost no more, the one with the largest expected improvement on what was reached at that cost, and 3 % of the scores' deviation more, is
-       suggested, times its chance not to fail, and none that fails in three cases of ten. So every cost level is improved, and what is learned from cheap trials helps the dear ones.
+    1. Every finished trial is seen at several points of its learning curve: (hyperparameters, with total_timesteps the
+       steps made by then; progress) -> (cost, score). A trial that was stopped early is seen as far as it came.
+    2. One Gaussian process is fitted to the score, one to the logarithm of the cost, a third to 0 or 1, failed or not
+       (least-squares classification). Trials that are running stand at their prediction (the kriging believer).
+    3. Candidates are drawn around the Pareto front, the trials that no other beats in both cost and score: steps of
+       every size, in some of the coordinates; then nearer and nearer around the best candidates.
+    4. A limit on the cost is drawn: three times in four the largest that is allowed or a quarter more than the best
+       trial's, else one from the front's range. Of the candidates predicted to cost no more, the one with the largest
+       expected improvement on what was reached at that cost, times its chance not to fail, is suggested.
+       So every cost level is improved, and what is learned from cheap trials helps the dear ones.
+    The first trials, before there is anything to fit, are a scrambled Sobol sequence. The sampler keeps nothing: a
+    suggestion is a function of the seed, the trial's number, and the trials in the storage, so a restart goes on.
 
-    The first trials, before there is anything to fit, are a scrambled Sobol sequence.
+    It works with any Optuna study of one objective. Of a trial it reads the user attribute "curve", [[progress, cost,
+    score], ...] with progress in (0, 1] and cost in seconds; without it, value and duration. A failed trial counts as
+    failure if it has the user attribute "failure": an interrupted one is nobody's fault.
 
-    The sampler keeps nothing: a suggestion is a function of the seed, the trial's number, and the finished trials in the storage. So
-    a new process on the same storage goes on as the old one would have, and parallel workers draw different candidates and costs.
-
-    It works with any Optuna study of one objective. Of a trial it reads the user attribute "curve", [[progress, cost, score], ...] with progress in (0, 1]
-    and cost in seconds; without it, value and duration. A failed trial counts as failure if it has the user attribute "failure":
-    an interrupted one is nobody's fault.
-
-    What is different from PufferLib 3.0.0's `sweep.py`: kernels' parameters are fitted (there, 1000 steps of Adam at 1e-4 leave
-    them almost where they start, at ten times the price); a partial run is one with fewer total steps there as here, but told from a complete
-    one by its progress, since its learning rate was not annealed; failures are not successes; repeated
-    trials are kept, since their difference is the noise; expected improvement (as in CARBS) instead of the mean, since the highest mean is where
-    one has just been; choices and minimization work; random trials come first; it is seeded.
-
-    Sources: PufferLib (Suarez 2025), pufferlib/sweep.py; CARBS, "Cost-aware hyperparameter search" (Fetterman et al. 2023), from which it
-    comes; Rasmussen & Williams, "Gaussian processes for machine learning" (2006), for 5.4 and 6.5; Lizotte, "Practical Bayesian optimization" (2008).
+    Unlike Protein in PufferLib 3.0.0: kernels' parameters are fitted; the points of a run share its luck; a partial run
+    is told from a complete one, as its learning rate was not annealed; failures are no successes; repeated trials are
+    kept, since their difference is the noise; expected improvement instead of the mean; choices and minimization work.
+    Sources: PufferLib (Suarez 2025); CARBS (Fetterman et al. 2023); Rasmussen & Williams (2006), 5.4 and 6.5; Lizotte,
+    "Practical Bayesian optimization" (2008); Ginsbourger et al., "Kriging is well-suited to parallelize" (2010).
     """
 
-    def __init__(
-        self, space: dict[str, BaseDistribution] | None = None, seed: int = 1, max_cost: float = np.inf, num_random: int = 5
-    ):
-        """space: if None, what the finished trials have in common. max_cost: where a trial will be stopped, in seconds."""
+    def __init__(self, space: dict | None = None, seed: int = 1, max_cost: float = np.inf, num_random: int = 5):
+        """space: if None, what the trials have in common. max_cost: where a trial will be stopped, in seconds."""
         self.space, self.seed, self.max_cost, self.num_random = space, seed, max_cost, num_random
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(self, study, trial) -> dict[str, BaseDistribution]:
         return self.space or optuna.search_space.intersection_search_space(study.get_trials(deepcopy=False))
 
-    def sample_independent(self, study: optuna.Study, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:
+    def sample_independent(self, study, trial, name: str, distribution: BaseDistribution) -> Any:
         """For parameters outside the space: evenly random."""
         rng = np.random.default_rng([self.seed, trial.number, zlib.crc32(name.encode())])
         cube = Cube({name: distribution})
         return cube.decode(rng.random(cube.dim))[name]
 
-    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+    def sample_relative(self, study, trial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         if not search_space:
             return {}
         cube, rng = Cube(search_space), np.random.default_rng([self.seed, trial.number])
         trials = [one for one in study.get_trials(deepcopy=False) if set(search_space) <= set(one.params)]
-        trials = [one for one in trials if one.state.is_finished()]
-        curves = [(cube.encode(one.params), curve) for one in trials if len(curve := curve_of(one))]
+        encoded = [(one, cube.encode(one.params)) for one in trials]
+        curves = [(x, curve) for one, x in encoded if (curve := curve_of(one))]
         if len(curves) < self.num_random:
-            with warnings.catch_warnings():  # Sobol is balanced after 2^k points, and would rather not be asked for fewer
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Sobol is balanced after 2^k points, and says so
                 return cube.decode(scipy.stats.qmc.Sobol(cube.dim, seed=self.seed).random(trial.number + 1)[-1])
-        failures = [cube.encode(one.params) for one in trials if "failure" in one.user_attrs]
-        sign = 1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
-        return cube.decode(self.suggest(cube, curves, np.array(failures).reshape(-1, cube.dim), sign, rng))
+        failures = [x for one, x in encoded if "failure" in one.user_attrs]
+        pending = [x for one, x in encoded if one.state == TrialState.RUNNING and one.number != trial.number]
+        sign = 1 if study.direction.name == "MAXIMIZE" else -1
+        return cube.decode(self.suggest(cube, curves, failures, pending, sign, rng))
 
-    def suggest(self, cube: Cube, curves: list, failures: np.ndarray, sign: int, rng: np.random.Generator) -> np.ndarray:
-        """curves: (coordinates (dim), [(progress, cost, score), ...]) per trial; failures (n, dim). Returns coordinates (dim)."""
+    def suggest(self, cube: Cube, curves: list, failures: list, pending: list, sign: int, rng) -> np.ndarray:
+        """curves: (coordinates, [(progress, cost, score), ...]) per trial; the others, and the result: coordinates."""
         x = np.array([coordinates for coordinates, curve in curves for _ in curve])
         progress, costs, scores = np.array([point for _, curve in curves for point in curve], float).T
+        runs = np.repeat(np.arange(len(curves)), [len(curve) for _, curve in curves])
         costs, scores = np.maximum(costs, 1e-3), sign * scores
-        score_gp = fit_gp(with_progress(cube, x, progress), scores, rng)
-        cost_gp = fit_gp(with_progress(cube, x, progress), np.log(costs), rng)
+        score_gp = Process(with_progress(cube, x, progress), scores, runs, rng)
+        cost_gp = Process(with_progress(cube, x, progress), np.log(costs), runs, rng)
         ends = np.cumsum([len(curve) for _, curve in curves]) - 1  # each trial's last point
         failed = np.repeat((0.0, 1.0), (len(ends), len(failures)))
-        kernel = Matern(0.3 * np.sqrt(cube.dim), nu=1.5) + WhiteKernel(0.1)
-        failure_gp = GaussianProcessRegressor(kernel, optimizer=None).fit(np.concatenate((x[ends], failures)), failed)
+        kernel = kernels.Matern(0.3 * np.sqrt(cube.dim), nu=1.5) + kernels.WhiteKernel(0.1)
+        failure_gp = GaussianProcessRegressor(kernel, optimizer=None).fit(np.array([*x[ends], *failures]), failed)
 
-        # The limit: the largest cost there is, or one from the front's range. The record: the best at that cost, but for its luck, and a
-        # margin (Lizotte 2008): a study that counts improvements in the last digit tries its best trial again and again.
+        def where_it_ends(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Costs in full (n), and the score's input: a trial that would be stopped is judged by how far it comes."""
+            cost = np.exp(cost_gp.predict(with_progress(cube, x, np.ones(len(x))))[0])
+            return cost, with_progress(cube, x, np.minimum(1, self.max_cost / cost))
+
+        reached, _ = score_gp.predict(with_progress(cube, x[ends], progress[ends]))
+        spent = costs[ends]
+        if pending:
+            cost, points = where_it_ends(np.array(pending))
+            reached = np.concatenate((reached, score_gp.imagine(points)))
+            spent = np.concatenate((spent, np.minimum(cost, self.max_cost)))
+
+        # The limit: the largest cost there is, or one from the front's range. The record: the best at that cost, but
+        # for luck, and a margin (Lizotte): a study that counts the last digit tries its best trial again and again.
         front = ends[pareto_front(costs[ends], scores[ends])]
         low, high = np.log(costs[front[0]]), np.log(min(self.max_cost, 1.25 * costs[front[-1]]))
         limit = np.exp(high if rng.random() < 0.75 else rng.uniform(min(low, high), high))
-        within = ends[costs[ends] <= max(limit, costs[front[0]])]
-        record = score_gp.predict(with_progress(cube, x[within], progress[within])).max() + 0.03 * scores.std()
+        record = reached[spent <= max(limit, costs[front[0]])].max() + 0.03 * scores.std()
 
         def rate(candidates: np.ndarray) -> np.ndarray:
-            """Expected improvement on the record (0 at the least) times the chance not to fail; minus the cost where that or the risk is too large."""
-            cost = np.exp(cost_gp.predict(with_progress(cube, candidates, np.ones(len(candidates)))))
-            # A trial that would be stopped at the largest cost is only suggested where hardly any would not be (a space without total_timesteps,
-            # say), and is judged by how far it will have come.
-            reached = np.minimum(1, self.max_cost / cost)
-            mean, deviation = score_gp.predict(with_progress(cube, candidates, reached), return_std=True)
-            # Half the deviation, nearer to the highest mean: a study is short (on the problems of benchmark/sweep.py better than all of it).
-            deviation = 0.5 * np.sqrt(np.maximum(deviation**2 - noise_variance(score_gp), 1e-12))
-            z = (mean - record) / deviation
-            improvement = deviation * (z * scipy.stats.norm.cdf(z) + scipy.stats.norm.pdf(z))
+            """Expected improvement on the record (0 at the least) times the chance not to fail; minus the cost where
+            that or the risk is too large."""
+            cost, points = where_it_ends(candidates)
+            mean, deviation = score_gp.predict(points)
+            # Half the deviation, nearer to the highest mean: a study is short (measured by benchmark/sweep.py).
+            z = (mean - record) / (0.5 * deviation)
+            improvement = 0.5 * deviation * (z * scipy.stats.norm.cdf(z) + scipy.stats.norm.pdf(z))
             failure = failure_gp.predict(candidates).clip(0, 1)
             cost = np.minimum(cost, self.max_cost)
+            # What would be stopped at the largest cost is suggested only where hardly anything would not be.
             allowed = (cost <= limit) & (cost < self.max_cost) | (cost <= np.quantile(cost, 0.05))
             # Once little is left to gain where trials succeed, any chance of more would do: so only where most will.
             return np.where(allowed & (failure < 0.3), improvement * (1 - failure), -cost)
 
-        # Candidates: the front's trials, with a random part of the hyperparameters moved by a step of random size, or drawn anew,
-        # so that no valley is too wide. Then around the best so far, three times, by half the step and with nothing drawn anew: the summit
-        # of the prediction in ten dimensions is not found by chance, but far from all trials it is none.
+        # The front's trials, with a random part of the hyperparameters moved by a step of random size, or drawn anew:
+        # so no valley is too wide. Then around the best so far, three times, by half the step, nothing drawn anew:
+        # the prediction's summit in ten dimensions is not found by chance, but far from all trials it is none.
         centers, pool, ratings = x[front], np.empty((0, cube.dim)), np.empty(0)
         for scale in (1, 1 / 2, 1 / 4, 1 / 8):
             chosen = centers[rng.integers(len(centers), size=1024)]
@@ -406,16 +424,11 @@ class ProteinSampler(optuna.samplers.BaseSampler):
         return centers[0]
 
 
-def noise_variance(gp: GaussianProcessRegressor) -> float:
-    """Of the white kernel: predictions include it, but a lucky run is no better set of hyperparameters."""
-    return float(gp.kernel_.k2.noise_level * gp._y_train_std**2)
-
-
 def with_progress(cube: Cube, x: np.ndarray, progress: np.ndarray) -> np.ndarray:
-    """Coordinates (n, d) and progress (n) to the input of the processes (n, d + 1): what had been run by then, and how far it was.
+    """Coordinates (n, d) and progress (n) to (n, d + 1): what had been run by then, and how far it was.
 
-    total_timesteps becomes the steps made by then, on which a score depends first; that the learning rate would have been annealed over
-    more of them is the last coordinate, a unit less for a tenth of the training. So long runs tell what short ones will do.
+    total_timesteps becomes the steps made by then, on which a score depends first; that the learning rate would have
+    been annealed over more is the last coordinate, a unit less for a tenth. So long runs tell what short ones will do.
     """
     progress, total = np.maximum(progress, 1e-3), cube.space.get("total_timesteps")
     if isinstance(total, (FloatDistribution, IntDistribution)) and not total.single():
@@ -425,19 +438,29 @@ def with_progress(cube: Cube, x: np.ndarray, progress: np.ndarray) -> np.ndarray
 
 def curve_of(trial: FrozenTrial) -> list[list[float]]:
     """[[progress, cost, score], ...] of a finished trial, by rising cost; empty for one that left nothing."""
-    if trial.state == TrialState.FAIL:
+    if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
         return []
     if "curve" not in trial.user_attrs and trial.value is not None:
         return [[1.0, trial.duration.total_seconds(), trial.value]]
     return trial.user_attrs.get("curve", [])
 
 
-# A TRIAL: runs of the script, one after another, watched through their metrics.jsonl --------------------------------------
+# A TRIAL: runs of the script, one after another, watched through their metrics.jsonl ----------------------------------
 
 POINTS = 5  # of a learning curve that the sampler sees
 MILESTONES = 20  # costs, evenly spaced up to the largest, at which trials are compared for pruning
 GRACE = 20.0  # seconds between SIGTERM, at which the script writes a checkpoint, and SIGKILL
 TAIL = 2000  # characters of the log that a failed trial keeps
+LIBC = ctypes.CDLL(None)
+LOCK = threading.RLock()  # one suggestion at a time, so that the next knows of it; one writer of the study's files
+
+
+class RunFailed(Exception):
+    """A run crashed, diverged, hung or left no score: its trial has failed."""
+
+
+class Interrupted(Exception):
+    """A run was ended by a signal to the sweep: its trial is queued again."""
 
 
 def score_at(rows: np.ndarray, cost: float) -> float:
@@ -447,162 +470,109 @@ def score_at(rows: np.ndarray, cost: float) -> float:
 
 
 def learning_curve(rows: np.ndarray, total_timesteps: int | None) -> list[list[float]]:
-    """POINTS times [progress, cost, score] at even parts of the cost that a run has reached. Progress is its share of total_timesteps."""
+    """POINTS times [progress, cost, score] at even parts of the cost reached. Progress: part of total_timesteps."""
     points = []
     for cost in rows[-1, 1] * (np.arange(1, POINTS + 1) / POINTS):  # the last is exactly the last row's
         step = np.interp(cost, rows[:, 1], rows[:, 0])
-        progress = min(1.0, step / (total_timesteps or rows[-1, 0]))
         if len(rows[rows[:, 1] <= cost]):
-            points.append([progress, cost, score_at(rows, cost)])
+            points.append([min(1.0, step / (total_timesteps or rows[-1, 0])), cost, score_at(rows, cost)])
     return points
 
 
-class Job:
-    """A trial that is being run. `poll` watches it, and returns True once it is over; then `state`, `attributes` and `score` say how."""
+class Run:
+    """A run of the script as a process in a group of its own, watched through its metrics.jsonl."""
 
-    def __init__(self, trial: optuna.Trial, arguments: dict, given: dict, args: Args, folder: pathlib.Path, cores: list[int]):
-        self.trial, self.arguments, self.args, self.cores = trial, arguments, args, cores
-        self.caches = folder / "compile_cache"
-        self.total_timesteps = (given | arguments).get("total_timesteps")
-        self.folder = folder / "trials" / f"{trial.number:04d}"
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a study that was deleted
-        self.folder.mkdir(parents=True)
-        self.state, self.score, self.attributes = TrialState.FAIL, None, {"arguments": arguments}
-        self.curves, self.steps, self.milestone = [], [], 0
-        self.start()
-
-    def start(self):
-        """Starts the next run, in a process group of its own, on this trial's cores."""
-        self.rows, self.first, self.lines, self.ending, self.failure, self.keys = np.empty((0, 3)), None, 0, None, None, []
-        self.seen = time.monotonic()
-        number = len(self.curves)
-        self.run_folder = self.folder / f"run{number}"
-        seed = self.args.seed + self.trial.number * self.args.seeds + number
-        command = [
-            sys.executable,
-            self.args.script,
-            "--env-id",
-            self.args.env_id,
-            f"--seed={seed}",
-            f"--output-dir={self.run_folder}",
-        ]
-        command += [flag(key, value) for key, value in self.arguments.items()] + list(self.args.fixed)
-        threads = {f"{library}_NUM_THREADS": str(len(self.cores)) for library in ("OMP", "OPENBLAS", "MKL")}
-        self.cache = usable_cache(self.caches)
-        environment = os.environ | threads | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
-        self.log = (self.folder / "log.txt").open("ab")
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=functools.partial(prepare_child, self.cores),
-        )  # fmt: skip
-
-    def poll(self) -> bool:
-        over = self.process.poll() is not None
-        if not self.ending:  # what it still does while it is being stopped is not counted
-            self.read()
-        now = time.monotonic()
-        if not over:
-            if self.ending:
-                if now > self.kill_at:
-                    self.kill()
-            elif now - self.seen > self.patience:
-                self.failure = f"hangs: no new line in metrics.jsonl for {self.patience:g} seconds"
-                self.ending, self.kill_at = "hangs", now
-            elif self.cost >= self.args.max_cost_seconds:
-                self.stop("max cost")
-            elif self.hopeless():
-                self.stop("pruned")
-            return False
-        self.kill()  # what the script may have left in its group
-        self.log.close()
-        return self.conclude()
+    def __init__(self, command: list[str], folder: pathlib.Path, log: pathlib.Path, args: Args, slot: tuple):
+        """folder: its --output-dir. slot: the cores that it may use, the environment variables that choose its GPU."""
+        self.args, self.folder, self.log, (cores, gpu) = args, folder, log, slot
+        self.rows, self.lines, self.keys, self.step = np.empty((0, 3)), 0, [], 0  # rows: step, cost, score
+        self.first, self.reason, self.seen = None, None, time.monotonic()
+        threads = {f"{library}_NUM_THREADS": str(len(cores)) for library in ("OMP", "OPENBLAS", "MKL")}
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | threads | gpu,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=functools.partial(prepare_child, cores),
+            )
 
     def read(self):
-        """New lines of metrics.jsonl to rows of step, cost, score. Cost is the seconds since the first line: before it is compilation."""
-        path = next(self.run_folder.glob("*/metrics.jsonl"), None)
+        """New lines of metrics.jsonl. Cost is the seconds since the first: before it is compilation."""
+        path = next(self.folder.glob("*/metrics.jsonl"), None)
         lines = path.read_bytes().split(b"\n")[:-1] if path else []
         for text in lines[self.lines :]:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # of a user's own script
                 line = json.loads(text)
+                self.reason = line.get("exit_reason", self.reason)
                 self.first = self.first if self.first is not None else line["time"]
-                self.latest = line["time"] - self.first
-                self.keys = sorted(line)
+                self.latest, self.step = line["time"] - self.first, line["step"]
+                self.keys = self.keys if self.reason else sorted(line)
                 if self.args.metric in line:
-                    self.rows = np.vstack((self.rows, (line["step"], max(self.latest, 1e-3), float(line[self.args.metric]))))
+                    row = self.step, max(self.latest, 1e-3), float(line[self.args.metric])
+                    self.rows = np.vstack((self.rows, row))
         if len(lines) > self.lines:
             self.lines, self.seen = len(lines), time.monotonic()
 
-    @property
-    def patience(self) -> float:
-        """Seconds without a new line. Once there are lines, half of the largest cost at the most, else a hang would look like its end."""
-        return min(self.args.hang_seconds, self.args.max_cost_seconds / 2 if self.lines else np.inf)
-
-    @property
-    def cost(self) -> float:
-        """Seconds of training, those since the last line included."""
-        return 0.0 if self.first is None else self.latest + time.monotonic() - self.seen
-
-    def hopeless(self) -> bool:
-        """Reports the score at each new milestone of the first run; whether the pruner then says stop."""
-        if self.curves or not len(self.rows) or not np.isfinite(self.rows[:, 2]).all():
-            return False
-        passed = int(MILESTONES * self.rows[-1, 1] / self.args.max_cost_seconds)
-        for milestone in range(self.milestone + 1, min(passed, MILESTONES) + 1):
-            cost = milestone / MILESTONES * self.args.max_cost_seconds
-            if (self.rows[:, 1] <= cost).any():
-                self.trial.report(score_at(self.rows, cost), milestone)
-        new, self.milestone = passed > self.milestone, max(passed, self.milestone)
-        return new and self.args.pruning and self.trial.should_prune()
-
-    def stop(self, why: str):
-        """Asks the script to end; poll sees to it that it does. Not its group: whoever compiles ends it at once, and its compilers."""
-        self.ending, self.kill_at = why, time.monotonic() + GRACE
-        self.process.terminate()
+    def wait(self, signals: list, hopeless: Callable[[np.ndarray], bool]) -> str | None:
+        """Until the run is over, by itself (None) or by one of the reasons that are returned. Raises RunFailed."""
+        ending, kill_at, flags = None, math.inf, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            while (
+                not os.waitid(os.P_PID, self.process.pid, flags) and len(signals) < 2
+            ):  # a second Ctrl-C does not wait
+                time.sleep(0.1)
+                self.read()
+                now, why = time.monotonic(), None
+                if now > kill_at:
+                    raise RunFailed(f"hangs: does not end within {GRACE:g} seconds of SIGTERM ({ending})")
+                if not ending and now - self.seen > self.args.hang_seconds:
+                    raise RunFailed(f"hangs: no new line in metrics.jsonl for {self.args.hang_seconds:g} seconds")
+                if signals:
+                    why = "interrupted"
+                elif self.first is not None and self.latest + now - self.seen >= self.args.max_cost_seconds:
+                    why = "max cost"
+                elif hopeless(self.rows):
+                    why = "pruned"
+                if why and not ending:  # the script, not its group: whoever compiles ends it at once, and its compilers
+                    ending, kill_at = why, now + GRACE
+                    os.kill(self.process.pid, signal.SIGTERM)
+        finally:
+            self.kill()
+        self.read()
+        return ending
 
     def kill(self):
-        """Ends the run's whole group. One that is killed before its first line may leave half a compiled file, if the script does not take care as ours do."""
-        if not self.lines and (self.process.poll() is None or self.process.returncode < 0):
-            (self.cache / "broken").touch()
-        with contextlib.suppress(ProcessLookupError):
+        """Ends the whole group, before the process is reaped: after that its number may be another's."""
+        if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            self.process.wait()
 
-    def conclude(self) -> bool:
-        """What a run that is over means: the trial is over too (True), or the next seed's run has started (False)."""
-        summary = next(self.run_folder.glob("*/metrics.json"), None)
-        reason = f"exit code {self.process.returncode}"
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError, AttributeError
-        ):  # a script of the user's own may leave another file
-            reason = json.loads(summary.read_text())["exit_reason"]
-        if not self.failure and not self.ending and self.process.returncode:
-            self.failure = reason if summary else f"{reason}: {(self.tail().strip().splitlines() or ['no output'])[-1]}"
-        if not self.failure and not len(self.rows):
+    def result(self, ending: str | None) -> np.ndarray:
+        """The rows of a run that is over. Raises RunFailed."""
+        if not ending and self.process.returncode:
+            raise RunFailed(self.reason or f"exit code {self.process.returncode}: {self.tail().rpartition(chr(10))[2]}")
+        if not len(self.rows):
             have = ", ".join(self.keys) if self.lines else "nothing"
-            self.failure = f"no {self.args.metric} in metrics.jsonl, which has {have}"
-        if not self.failure and not np.isfinite(self.rows[:, 2]).all():
-            self.failure = f"{self.args.metric} is not finite"
-        if self.failure:
-            self.attributes |= {"failure": self.failure, "log_tail": self.tail()}
-            return True
-        self.curves.append(learning_curve(self.rows, self.total_timesteps))
-        self.steps.append(self.rows[-1, 0])
-        if self.ending in (None, "max cost") and len(self.curves) < self.args.seeds:
-            self.start()
-            return False
-        # Seeds are averaged point by point, the last points with each other.
-        shortest = min(map(len, self.curves))
-        curve = np.mean([points[-shortest:] for points in self.curves], axis=0).tolist()
-        self.state = TrialState.PRUNED if self.ending == "pruned" else TrialState.COMPLETE
-        self.score = curve[-1][2]
-        self.attributes |= {
-            "curve": curve, "cost": curve[-1][1], "step": float(np.mean(self.steps)), "runs": len(self.curves),
-            "scores": [points[-1][2] for points in self.curves], "end": self.ending or reason,
-        }  # fmt: skip
-        return True
+            raise RunFailed(f"no {self.args.metric} in metrics.jsonl, which has {have}")
+        if not np.isfinite(self.rows[:, 2]).all():
+            raise RunFailed(f"{self.args.metric} is not finite")
+        if ending == "max cost":  # it had all the time there is, however long ago its last score was
+            end = self.step, max(self.args.max_cost_seconds, self.rows[-1, 1]), self.rows[-1, 2]
+            return np.vstack((self.rows, end))
+        return self.rows
 
     def tail(self) -> str:
-        return (self.folder / "log.txt").read_bytes()[-TAIL:].decode(errors="replace")
+        return self.log.read_bytes()[-TAIL:].decode(errors="replace").strip()
+
+
+def prepare_child(cores: list[int]):
+    """In the new process: its cores, SIGTERM if this one is killed, SIGINT, which a shell's background job ignores."""
+    os.sched_setaffinity(0, cores)
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def flag(key: str, value: Any) -> str:
@@ -611,65 +581,113 @@ def flag(key: str, value: Any) -> str:
     return f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
 
 
-def usable_cache(caches: pathlib.Path) -> pathlib.Path:
-    """The folder of torch.compile's cache that the trials share: a kill in the middle of compiling spoils it for all that follow."""
-    number = 0
-    while (caches / str(number) / "broken").exists():
-        number += 1
-    (caches / str(number)).mkdir(parents=True, exist_ok=True)
-    return (caches / str(number)).absolute()
+def run_trial(trial: optuna.Trial, sweep: "Sweep", slot: tuple) -> float:
+    """Runs the script with what the study suggests, on every seed; returns the mean score. Optuna's objective."""
+    args, facts = sweep.args, trial.user_attrs
+    with LOCK:
+        params = {one.name: trial._suggest(one.name, one.distribution) for one in sweep.space}
+    arguments = to_arguments(sweep.space, params, sweep.given)
+    trial.set_user_attr("arguments", arguments)
+    trial.set_user_attr("process", f"{socket.gethostname()}:{os.getpid()}")
+    folder = sweep.folder / "trials" / f"{trial.number:04d}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a study that was deleted
+    folder.mkdir(parents=True)
+    first, reported, curves, steps = args.seed + trial.number * args.seeds, 0, [], []
+
+    def hopeless(rows: np.ndarray) -> bool:
+        """Reports the first run's score at each new milestone; whether the pruner then says stop."""
+        nonlocal reported
+        if "again" in facts or curves or not len(rows) or not np.isfinite(rows[:, 2]).all():
+            return False
+        before, reported = reported, min(int(MILESTONES * rows[-1, 1] / args.max_cost_seconds), MILESTONES)
+        for milestone in range(before + 1, reported + 1):
+            cost = milestone / MILESTONES * args.max_cost_seconds
+            if (rows[:, 1] <= cost).any():
+                trial.report(score_at(rows, cost), milestone)
+        return reported > before and args.pruning and trial.should_prune()
+
+    for number, seed in enumerate([facts["seed"]] if "again" in facts else range(first, first + args.seeds)):
+        output = folder / f"run{number}"
+        command = [sys.executable, args.script, "--env-id", args.env_id, f"--seed={seed}", f"--output-dir={output}"]
+        command += [flag(key, value) for key, value in arguments.items()] + list(args.fixed)
+        run = Run(command, output, folder / "log.txt", args, slot)
+        try:
+            ending = run.wait(sweep.signals, hopeless)
+            if sweep.signals and ending != "max cost" and (ending or run.process.returncode):
+                raise Interrupted
+            rows = run.result(ending)
+        except RunFailed as error:
+            if run.process.returncode == 2 and not sweep.any_worked():
+                sweep.signals.append(0)  # the others' arguments are as bad
+                raise UsageError(
+                    f"{args.script} refuses its arguments: {run.tail().rpartition('error: ')[2]}"
+                ) from error
+            trial.set_user_attr("failure", str(error))
+            trial.set_user_attr("log_tail", run.tail())
+            raise
+        curves.append(learning_curve(rows, (sweep.given | arguments).get("total_timesteps")))
+        steps.append(rows[-1, 0])
+        if ending == "pruned":
+            break
+    # Seeds are averaged point by point, the last points with each other.
+    shortest = min(map(len, curves))
+    curve = np.mean([points[-shortest:] for points in curves], axis=0).tolist()
+    scores = [points[-1][2] for points in curves]
+    result = {
+        "curve": curve,
+        "cost": curve[-1][1],
+        "step": float(np.mean(steps)),
+        "runs": len(scores),
+        "scores": scores,
+    }
+    for key, value in (result | {"end": ending or run.reason or "completed"}).items():
+        trial.set_user_attr(key, value)
+    if ending == "pruned":
+        raise optuna.TrialPruned
+    return curve[-1][2]
 
 
-LIBC = ctypes.CDLL(None)
+# THE STUDY: which trials there are, and which of them run again -------------------------------------------------------
 
-
-def prepare_child(cores: list[int]):
-    """In the new process: its cores, SIGTERM if this one is killed, and the signals that a shell's background job ignores."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-# THE SWEEP ----------------------------------------------------------------------------------------------------------------
+BEST = 3  # trials that run again at the end
+FRESH = 1_000_000  # the first of their seeds, which no trial had
+REQUEUES = 3  # a trial whose process was lost more often is the reason, and has failed
 
 
 def make_sampler(args: Args, space: list[Parameter], number: int) -> optuna.samplers.BaseSampler:
-    """The sampler by name, for a study with this number of trials: in the seed of Optuna's own, lest a restart repeats its draws."""
-    distributions = {parameter.name: parameter.distribution for parameter in space}
-    if args.sampler == "protein":
-        return ProteinSampler(distributions, args.seed, args.max_cost_seconds)
+    """The sampler by name. number: of trials so far, in the seed of Optuna's own, lest a restart repeats its draws."""
+    seed, distributions = 1000 * args.seed + number, {one.name: one.distribution for one in space}
     return {
-        "gp": functools.partial(optuna.samplers.GPSampler, deterministic_objective=False),
-        "tpe": functools.partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True),
-        "random": optuna.samplers.RandomSampler,
-        "grid": optuna.samplers.RandomSampler,  # never asked: the points are queued when the study is new
-    }[args.sampler](seed=1000 * args.seed + number)
+        "protein": lambda: ProteinSampler(distributions, args.seed, args.max_cost_seconds),
+        "gp": lambda: optuna.samplers.GPSampler(seed=seed, deterministic_objective=False),
+        "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True),
+        "random": lambda: optuna.samplers.RandomSampler(seed=seed),
+        "grid": lambda: optuna.samplers.BruteForceSampler(seed=seed),
+    }[args.sampler]()
 
 
-def grid(space: list[Parameter], most: int = 1000) -> list[dict[str, Any]]:
-    """Every choice, every whole number where there are few, else both ends and the middle. Raises UsageError."""
-    values = {}
-    for name, distribution in ((parameter.name, parameter.distribution) for parameter in space):
-        cube = Cube({name: distribution})
-        if isinstance(distribution, CategoricalDistribution):
-            values[name] = list(distribution.choices)
-        elif isinstance(distribution, IntDistribution) and distribution.high - distribution.low < 10:
-            values[name] = list(range(distribution.low, distribution.high + 1))
-        else:
-            values[name] = [cube.decode(np.array([u]))[name] for u in (0.0, 0.5, 1.0)]
-    points = int(np.prod([float(len(some)) for some in values.values()]))
-    if points > most:
-        raise UsageError(f"--sampler grid: {points:,} points in this space; give lists in --space, or fix arguments after --")
-    return [dict(zip(values, point)) for point in itertools.product(*values.values())]
+def grid_points(space: list[Parameter], most: int = 1000) -> int:
+    """How many combinations there are. Raises UsageError for too many, or where a range has no steps."""
+    for one in space:
+        if isinstance(one.distribution, FloatDistribution):
+            raise UsageError(f"--sampler grid: {one.argument} is a range; give a list in --space, or fix it after --")
+    sizes = [
+        len(getattr(one.distribution, "choices", [])) or one.distribution.high - one.distribution.low + 1
+        for one in space
+    ]
+    if (points := math.prod(sizes)) > most:
+        raise UsageError(
+            f"--sampler grid: {points:,} points in this space; give lists in --space, or fix arguments after --"
+        )
+    return points
 
 
 def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathlib.Path) -> optuna.Study:
-    """The study, new or as it was left. Raises UsageError if it is another one's, or if the storage cannot be reached."""
+    """The study, new or as it was left. Raises UsageError if it is another one's, or the storage cannot be reached."""
     url = args.storage or f"sqlite:///{folder / 'study.db'}"
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # the driver in requirements.txt
     waits = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    beats = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": try_again}
+    beats = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": requeue_lost}
     for attempt in range(5):
         try:
             storage = optuna.storages.RDBStorage(url, engine_kwargs=waits, **beats)
@@ -679,410 +697,279 @@ def open_study(args: Args, space: list[Parameter], defaults: dict, folder: pathl
             if attempt == 4 or not isinstance(error, sqlalchemy.exc.DBAPIError):
                 raise UsageError(f"--storage {args.storage or url}: {' '.join(str(error).split())[:200]}") from error
             time.sleep(0.5)
-    sampler = make_sampler(args, space, 0)
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_warmup_steps=MILESTONES // 3, n_min_trials=10)
-    made = {"storage": storage, "sampler": sampler, "pruner": pruner}
+    this = {key: getattr(args, key) for key in ("env_id", "metric", "direction", "seeds", "max_cost_seconds")}
+    this |= {"script": os.path.basename(args.script), "fixed": list(args.fixed)}
+    this["space"] = {one.name: optuna.distributions.distribution_to_json(one.distribution) for one in space}
+    made = {"study_name": args.study_name, "storage": storage, "pruner": pruner}
     try:
-        study, new = optuna.create_study(study_name=args.study_name, direction=args.direction, **made), True
+        study = optuna.create_study(direction=args.direction, **made)
+        if args.sampler != "grid":  # first the script's defaults: a sweep should not end with less than it starts with
+            study.enqueue_trial(to_params(space, defaults))
     except optuna.exceptions.DuplicatedStudyError:  # as it was left, or made just now by a process beside this one
-        study, new = optuna.load_study(study_name=args.study_name, **made), False
-    shape = {parameter.name: optuna.distributions.distribution_to_json(parameter.distribution) for parameter in space}
-    this = {"script": os.path.basename(args.script), "env_id": args.env_id, "metric": args.metric, "direction": args.direction}
-    this |= {"seeds": args.seeds, "max_cost_seconds": args.max_cost_seconds, "fixed": list(args.fixed), "space": shape}
-    before = study.user_attrs.get("sweep", this)
-    if new or not any(
-        curve_of(trial) for trial in study.get_trials(deepcopy=False)
-    ):  # nothing has worked yet: no other study either
+        study = optuna.load_study(**made)
+    trials = study.get_trials(deepcopy=False)
+    study.sampler = make_sampler(args, space, len(trials))
+    if not any(map(curve_of, trials)):  # nothing has worked yet: no other study either
         study.set_user_attr("sweep", this)
-        before = this
-    if new:
-        # The first trial is the script's defaults: a sweep should not end with less than one starts with.
-        for params in grid(space) if args.sampler == "grid" else [to_params(space, defaults)]:
-            study.enqueue_trial(params)
+    before = study.user_attrs.get("sweep", {})
     if changed := [key for key in this if before.get(key) != this[key]]:
-        raise UsageError(
-            f"--study-name {args.study_name}: exists with another {', '.join(changed)}; give this one another --study-name, or delete it"
-        )
+        other = f"exists with another {', '.join(changed)}; give this one another --study-name, or delete it"
+        raise UsageError(f"--study-name {args.study_name}: {other}")
     return study
 
 
-def try_again(study: optuna.Study, trial: FrozenTrial):
-    """Queues the hyperparameters of a trial that was interrupted, here or on a machine that has gone."""
-    study.enqueue_trial(trial.params)
+def requeue(study: optuna.Study, trial: FrozenTrial, lost: int = 0):
+    """Queues the hyperparameters of a trial that was interrupted. lost: 1 if its process has gone without a word."""
+    attributes = {key: trial.user_attrs[key] for key in ("again", "seed", "lost") if key in trial.user_attrs}
+    attributes["lost"] = attributes.get("lost", 0) + lost
+    if attributes["lost"] <= REQUEUES:
+        study.enqueue_trial(trial.params, user_attrs=attributes)
+    else:
+        attributes["failure"] = f"lost {attributes['lost']} times: its process, or the machine, ended without a word"
+        facts = {"params": trial.params, "distributions": trial.distributions, "user_attrs": attributes}
+        study.add_trial(optuna.create_trial(state=TrialState.FAIL, **facts))
 
 
-def forget_unborn(study: optuna.Study):
-    """Trials whose process ended while it was asking for hyperparameters: nothing runs, and no heartbeat will ever be missed."""
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if "process" not in trial.user_attrs and (datetime.datetime.now() - trial.datetime_start).total_seconds() > 60:
-            study.tell(trial.number, state=TrialState.FAIL)
+requeue_lost = functools.partial(requeue, lost=1)  # Optuna calls it when a trial's heartbeat stops, here or elsewhere
 
 
-def counted(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials that --num-trials counts: running, finished, failed, but not interrupted or queued."""
-    trials = study.get_trials(deepcopy=False)
-    return [
-        trial
-        for trial in trials
-        if trial.state != TrialState.WAITING and (trial.state != TrialState.FAIL or "failure" in trial.user_attrs)
-    ]
+def counted(study: optuna.Study, again: bool = False) -> list[FrozenTrial]:
+    """What --num-trials counts: running, finished, failed; not interrupted, nor queued. again: those that run again."""
+    trials = [trial for trial in study.get_trials(deepcopy=False) if ("again" in trial.user_attrs) == again]
+    lost = TrialState.WAITING, TrialState.FAIL
+    return [trial for trial in trials if trial.state not in lost or "failure" in trial.user_attrs]
 
 
-def sweep(args: Args, space: list[Parameter], given: dict, study: optuna.Study, folder: pathlib.Path) -> int:
-    """Runs trials until the study has --num-trials, or a signal. Returns the exit code."""
-    stop, screen = StopSignals(), Screen(args, study)
-    slots = divide(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count())], args.workers)
-    jobs: dict[int, Job] = {}
-    beat, refused = 0.0, None
-    try:
-        with screen:
-            while not stop.signum and not refused:
-                for slot, job in list(jobs.items()):
-                    try:
-                        if not job.poll():
-                            continue
-                        refused = finish(study, job) or refused
-                        if not refused:
-                            screen.finished(study.trials[job.trial.number])
-                    except optuna.exceptions.UpdateFinishedTrialError:  # after a long pause others took it for lost, and queued it
-                        job.kill()
-                    del jobs[slot]
-                    write_tables(args, space, study, folder)
-                if time.monotonic() - beat > 10:  # what is alive says so; what has not for a minute is queued again
-                    beat = time.monotonic()
-                    for job in jobs.values():
-                        study._storage.record_heartbeat(job.trial._trial_id)
-                    optuna.storages.fail_stale_trials(study)
-                    forget_unborn(study)
-                free = [slot for slot in range(args.workers) if slot not in jobs]
-                if free and len(counted(study)) < args.num_trials:
-                    if args.sampler in ("gp", "tpe", "random"):
-                        study.sampler = make_sampler(args, space, len(study.get_trials(deepcopy=False)))
-                    trial = study.ask({parameter.name: parameter.distribution for parameter in space})
-                    study._storage.record_heartbeat(trial._trial_id)
-                    trial.set_user_attr("process", f"{socket.gethostname()}:{os.getpid()}")
-                    arguments = to_arguments(space, trial.params, given)
-                    jobs[free[0]] = Job(trial, arguments, given, args, folder, slots[free[0]])
-                elif jobs:
-                    screen.show(jobs)
-                    time.sleep(0.1)
-                elif any(trial.state == TrialState.RUNNING for trial in counted(study)):  # of others, who may be lost
-                    time.sleep(1)
-                else:
-                    break
-    finally:  # whatever the reason: no process is left behind
-        for job in jobs.values():
-            job.stop("interrupted")
-        for job in jobs.values():
-            while stop.count < 2 and not job.poll():  # a second Ctrl-C does not wait
-                time.sleep(0.05)
-            job.kill()
-    for job in jobs.values():
-        study.tell(job.trial, state=TrialState.FAIL)
-        try_again(study, study.trials[job.trial.number])
-    write_tables(args, space, study, folder)
-    if refused:
-        raise UsageError(f"{args.script} refuses its arguments: {refused}")
-    report(args, space, study, folder)
-    if stop.signum:
-        print(f"interrupted; the same command goes on with study {args.study_name}", file=sys.stderr)
-    return 128 + stop.signum if stop.signum else 0
+def ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """Complete trials, the best first, by the score that was seen: the first of many is lucky too."""
+    complete = [trial for trial in counted(study) if trial.state == TrialState.COMPLETE]
+    return sorted(complete, key=lambda trial: trial.value, reverse=study.direction.name == "MAXIMIZE")
 
 
-def finish(study: optuna.Study, job: Job) -> str | None:
-    """Tells the study. Returns the script's error if it refused its arguments (exit code 2) and nothing has worked yet."""
-    if job.process.returncode == 2 and not any(curve_of(trial) for trial in study.get_trials(deepcopy=False)):
-        study.tell(job.trial, state=TrialState.FAIL)
-        try_again(study, study.trials[job.trial.number])
-        return (job.tail().strip().splitlines() or ["exit code 2"])[-1].removeprefix("error: ")
-    for key, value in job.attributes.items():
-        job.trial.set_user_attr(key, value)
-    study.tell(job.trial, job.score if job.state == TrialState.COMPLETE else None, state=job.state)
-    return None
+def queue_best_again(study: optuna.Study, seeds: int) -> int:
+    """Queues the best trials on fresh seeds, the same for each, none twice. Returns how many runs are in the queue."""
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    known = [(trial.user_attrs.get("again"), trial.user_attrs.get("seed")) for trial in waiting]
+    known += [(trial.user_attrs["again"], trial.user_attrs["seed"]) for trial in counted(study, again=True)]
+    pairs = [(trial, seed) for trial in ranked(study)[:BEST] for seed in range(FRESH, FRESH + seeds)]
+    for trial, seed in [(trial, seed) for trial, seed in pairs if (trial.number, seed) not in known]:
+        study.enqueue_trial(trial.params, user_attrs={"again": trial.number, "seed": seed})
+    return len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
 
-def divide(cores: list[int], workers: int) -> list[list[int]]:
-    """The cores of each worker: neighbours, no core twice unless there are more workers than cores."""
-    if workers >= len(cores):
-        return [[cores[worker % len(cores)]] for worker in range(workers)]
-    return [[int(core) for core in part] for part in np.array_split(cores, workers)]
+def best_of(study: optuna.Study) -> tuple[FrozenTrial | None, list[float]]:
+    """The best trial, and its scores on fresh seeds: their means decide, among trials where all are over and well."""
+    fresh, trials, sign = {}, ranked(study), 1 if study.direction.name == "MAXIMIZE" else -1
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    for trial in counted(study, again=True) + [trial for trial in waiting if "again" in trial.user_attrs]:
+        score = trial.value if trial.state == TrialState.COMPLETE else math.nan
+        fresh.setdefault(trial.user_attrs["again"], []).append(score)
+    means = {
+        one.number: np.mean(fresh[one.number]) for one in trials if np.isfinite(fresh.get(one.number, math.nan)).all()
+    }
+    if not means:
+        return (trials[0] if trials else None), []
+    number = max(means, key=lambda number: sign * means[number])
+    return study.trials[number], fresh[number]
 
 
-# PLUMBING: results --------------------------------------------------------------------------------------------------------
+# THE SWEEP ------------------------------------------------------------------------------------------------------------
 
 
-def best_trial(study: optuna.Study) -> FrozenTrial | None:
-    with contextlib.suppress(ValueError):
-        return study.best_trial
-    return None
+@dataclass
+class Sweep:
+    """given: the script's arguments that no trial changes. signals: those that came, 0 for an error."""
 
+    args: Args
+    space: list[Parameter]
+    given: dict[str, Any]
+    study: optuna.Study
+    folder: pathlib.Path
+    signals: list[int] = field(default_factory=list)
 
-def front_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials that no other one beats in both cost and score, by rising cost."""
-    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if not trials:
-        return []
-    sign = 1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
-    costs, scores = np.array([(trial.user_attrs["cost"], sign * trial.value) for trial in trials]).T
-    return [trials[index] for index in pareto_front(costs, scores)]
+    def any_worked(self) -> bool:
+        return any(map(curve_of, self.study.get_trials(deepcopy=False)))
 
-
-def write_atomically(path: pathlib.Path, text: str):
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def write_tables(args: Args, space: list[Parameter], study: optuna.Study, folder: pathlib.Path):
-    """trials.csv and best.yaml, anew after every trial."""
-    columns = ["number", "state", "score", "cost", "step", "runs", "end", "failure", "seconds"]
-    names = [parameter.argument for parameter in space]
-    rows = []
-    for trial in study.get_trials(deepcopy=False):
-        if "arguments" in trial.user_attrs:
-            seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
-            score = trial.user_attrs["curve"][-1][2] if "curve" in trial.user_attrs else None
-            facts = trial.user_attrs | {
-                "number": trial.number,
-                "state": trial.state.name.lower(),
-                "score": score,
-                "seconds": seconds,
-            }
-            arguments = trial.user_attrs["arguments"]
-            rows.append([facts.get(key, "") for key in columns] + [arguments[name] for name in names])
-    text = io.StringIO()
-    csv.writer(text).writerows([columns + names, *rows])
-    write_atomically(folder / "trials.csv", text.getvalue())
-    if best := best_trial(study):
-        facts, finished = best.user_attrs, sum(trial.state.is_finished() for trial in counted(study))
-        script = f"python {args.script} --config best.yaml"
-        what = f"{args.metric} {best.value:.6g}, after {facts['cost']:.1f} seconds of training and {facts['step']:,.0f} steps"
-        many = f"the mean of {facts['runs']} runs ({', '.join(f'{score:.5g}' for score in facts['scores'])})"
-        lines = [
-            f"# {script}",
-            f"# Found by protein_sweep.py: trial {best.number}, the best of {finished}, study {args.study_name}, sampler {args.sampler}.",
-            f"# {what}; {many if facts['runs'] > 1 else 'one run: the best of many is lucky too'}.",
-        ]
-        if facts["end"] == "max cost":
-            lines.append(
-                f"# It was stopped there, at --max-cost-seconds {args.max_cost_seconds:g}: its schedule was not at its end."
-            )
-        config = {"env_id": args.env_id} | given_arguments(args.fixed) | facts["arguments"]
-        write_atomically(folder / "best.yaml", "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False))
-
-
-def report(args: Args, space: list[Parameter], study: optuna.Study, folder: pathlib.Path):
-    """The plots, a summary on stderr, and one line of JSON on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    best, front, trials = best_trial(study), front_trials(study), counted(study)
-    states = {state.name.lower(): sum(trial.state == state for trial in trials) for state in TrialState}
-    result = {"study": args.study_name, "folder": str(folder), "metric": args.metric, "trials": len(trials)}
-    result |= {"complete": states["complete"], "pruned": states["pruned"], "failed": states["fail"], "best": None}
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if best:
-        result["best"] = {"trial": best.number, "score": best.value, "cost": best.user_attrs["cost"]} | best.user_attrs["arguments"]
-        importances = plot(args, study, folder)
-        console.print(front_table(front, args.metric))
-        table = Table(title="best trial", title_justify="left", box=None)
-        for column in ("argument", "value", "importance"):
-            table.add_column(column, justify="left" if column == "argument" else "right")
-        names = {parameter.name: parameter.argument for parameter in space}
-        for name in sorted(names, key=lambda name: -importances.get(name, 0)):
-            table.add_row(names[name], f"{best.user_attrs['arguments'][names[name]]}", f"{importances.get(name, 0):.0%}")
-        console.print(table)
-    for trial in [trial for trial in trials if trial.state == TrialState.FAIL][-5:]:
-        console.print(f"trial {trial.number} failed: {trial.user_attrs['failure']}", markup=False)
-    console.print(f"{summary_line(study, args)}; {folder}", markup=False)
-    print(json.dumps(result), flush=True)
-
-
-def plot(args: Args, study: optuna.Study, folder: pathlib.Path) -> dict[str, float]:
-    """pareto.png and importances.png. Returns the importances (fANOVA: the share of the score's variance; needs some trials)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    trials, front = study.get_trials(deepcopy=False), front_trials(study)
-    for trial in trials:
-        if curve := curve_of(trial):
-            axes.plot(*np.array(curve).T[1:], color="0.85", lw=0.8, zorder=1)
-    for state, color in ((TrialState.PRUNED, "#E69F00"), (TrialState.COMPLETE, "#0072B2")):
-        points = [trial.user_attrs["curve"][-1][1:] for trial in trials if trial.state == state]
-        if points:
-            axes.scatter(*np.array(points).T, s=14, color=color, label=f"{state.name.lower()} ({len(points)})", zorder=2)
-    points = np.array([(trial.user_attrs["cost"], trial.value) for trial in front])
-    axes.step(*points.T, where="post", color="#D55E00", label="front", zorder=3)
-    for trial, point in zip(front, points):
-        axes.annotate(str(trial.number), point, fontsize=7, xytext=(2, 3), textcoords="offset points")
-    axes.set(xscale="log", xlabel="cost: seconds of training", ylabel=args.metric, title=args.study_name)
-    axes.legend(frameon=False)
-    figure.savefig(folder / "pareto.png", dpi=150)
-    plt.close(figure)
-
-    importances = {}
-    with contextlib.suppress(ValueError, RuntimeError):  # fewer than two trials, or all alike
-        importances = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=args.seed)
-        )
-        figure, axes = plt.subplots(figsize=(6, 0.5 + 0.25 * len(importances)), layout="constrained")
-        axes.barh(list(importances)[::-1], list(importances.values())[::-1], color="#0072B2")
-        axes.set(xlabel=f"share of the variance of {args.metric} (fANOVA)")
-        figure.savefig(folder / "importances.png", dpi=150)
-        plt.close(figure)
-    return importances
-
-
-# PLUMBING: terminal, command line -----------------------------------------------------------------------------------------
-
-
-class UsageError(Exception):
-    """Bad input: main prints it as one line and exits with code 2."""
-
-    def __str__(self):  # what it quotes may have newlines and escape sequences
-        return "".join(character if character.isprintable() else " " for character in super().__str__())
-
-
-class StopSignals:
-    """Notes SIGINT and SIGTERM, so that the trials can be ended and queued again."""
-
-    def __init__(self):
-        self.signum, self.count = 0, 0
+    def run(self) -> int:
+        """Runs trials until the study has --num-trials, or a signal; then the best again. Returns the exit code."""
+        args, study = self.args, self.study
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.note)
+            signal.signal(signum, lambda number, _: self.signals.append(number))
+        slots = queue.SimpleQueue()
+        for slot in divide(sorted(os.sched_getaffinity(0)), visible_gpus(), args.workers):
+            slots.put(slot)
 
-    def note(self, signum, _):
-        self.signum, self.count = signum, self.count + 1
+        def objective(trial: optuna.Trial) -> float:
+            slot = slots.get()
+            try:
+                return run_trial(trial, self, slot)
+            except (Interrupted, UsageError):
+                requeue(study, study.trials[trial.number])
+                raise
+            finally:
+                slots.put(slot)
 
+        def ask_alone(*arguments, ask=study.ask) -> optuna.Trial:
+            with LOCK:
+                return ask(*arguments)
 
-def summary_line(study: optuna.Study, args: Args) -> str:
-    trials, best = counted(study), best_trial(study)
-    done = [trial for trial in trials if trial.state.is_finished()]
-    words = [f"{len(done)} of {args.num_trials} trials"]
-    for state, word in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
-        words += [f"{number} {word}"] if (number := sum(trial.state == state for trial in done)) else []
-    if best:
-        words.append(f"best {args.metric} {best.value:.5g} for {best.user_attrs['cost']:.0f} s (trial {best.number})")
-    return ", ".join(words)
+        study.ask = ask_alone  # with SQLite two threads might take the same trial from the queue
+        options = {"n_jobs": args.workers, "catch": (RunFailed, Interrupted), "callbacks": [self.after_trial]}
+        self.show(f"study {args.study_name}: {self.summary()}")
+        while not self.signals and (left := args.num_trials - len(counted(study))) > 0:
+            study.optimize(objective, n_trials=left, **options)
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))  # elsewhere: the last to end does this
+        if not self.signals and not running and (left := queue_best_again(study, args.confirm_seeds)):
+            study.optimize(objective, n_trials=left, **options)
+        self.write_tables()
+        self.report()
+        if self.signals:
+            self.show(f"interrupted; the same command goes on with study {args.study_name}")
+        return 128 + self.signals[0] if self.signals else 0
 
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial):
+        """Optuna's callback: a line for people, the study's files, and whether that was enough."""
+        facts, name = trial.user_attrs, f"trial {trial.number}"
+        name += f" (trial {facts['again']} on a fresh seed)" if "again" in facts else ""
+        if curve := curve_of(trial):
+            score = f"{self.args.metric} {curve[-1][2]:.5g} for {curve[-1][1]:.1f} s ({facts['end']})"
+            self.show(f"{name}: {trial.state.name.lower()}, {score}; {self.summary()}")
+        elif "failure" in facts:
+            self.show(f"{name}: failed: {facts['failure']}; {self.summary()}")
+        self.write_tables()
+        if self.signals or ("again" not in facts and len(counted(study)) >= self.args.num_trials):
+            study.stop()
 
-def front_table(front: list[FrozenTrial], metric: str):
-    from rich.table import Table
+    def show(self, line: str):
+        print(line, file=sys.stderr, flush=True)
 
-    table = Table(title="the front: no other trial beats these in both", title_justify="left", box=None)
-    for column in ("trial", "cost, s", metric):
-        table.add_column(column, justify="right")
-    for trial in front:
-        table.add_row(str(trial.number), f"{trial.user_attrs['cost']:.1f}", f"{trial.value:.5g}")
-    return table
+    def summary(self) -> str:
+        done = [trial for trial in counted(self.study) if trial.state.is_finished()]
+        words = [f"{len(done)} of {self.args.num_trials} trials"]
+        for state, word in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
+            words += [f"{number} {word}"] if (number := sum(trial.state == state for trial in done)) else []
+        best, fresh = best_of(self.study)
+        if best:
+            score = f"{np.mean(fresh):.5g} on {len(fresh)} fresh seeds" if fresh else f"{best.value:.5g}"
+            words.append(f"best {self.args.metric} {score} for {best.user_attrs['cost']:.0f} s (trial {best.number})")
+        return ", ".join(words)
 
-
-class Screen:
-    """On a terminal a live view; else a line on stderr for each finished trial."""
-
-    def __init__(self, args: Args, study: optuna.Study):
-        self.args, self.study, self.live, self.updated = args, study, None, 0.0
-        self.start, self.before = time.monotonic(), sum(trial.state.is_finished() for trial in counted(study))
-
-    def __enter__(self):
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            self.live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
-            self.live.start()
-        print(f"study {self.args.study_name}: {summary_line(self.study, self.args)}", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_):
-        if self.live:
-            self.live.stop()
-
-    def left(self) -> str:
-        """The time left, at the pace of this process and those beside it since the start."""
-        done = sum(trial.state.is_finished() for trial in counted(self.study))
-        if done <= self.before:
-            return "time left unknown"
-        seconds = (time.monotonic() - self.start) / (done - self.before) * max(self.args.num_trials - done, 0)
-        return f"about {int(seconds) // 3600}:{int(seconds) % 3600 // 60:02d}:{int(seconds) % 60:02d} left"
-
-    def finished(self, trial: FrozenTrial):
-        facts = trial.user_attrs
-        if trial.state == TrialState.FAIL:
-            what = f"failed: {facts['failure']}"
-        else:
-            what = f"{trial.state.name.lower()}, {self.args.metric} {facts['curve'][-1][2]:.5g} for {facts['cost']:.1f} s ({facts['end']})"
-        line = f"trial {trial.number}: {what}; {summary_line(self.study, self.args)}; {self.left()}"
-        if self.live:
-            self.live.console.print(line, markup=False, highlight=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def show(self, jobs: dict[int, Job]):
-        if not self.live or time.monotonic() - self.updated < 1:
+    def write_tables(self):
+        """trials.csv and best.yaml, anew after every trial."""
+        columns = ["number", "state", "score", "cost", "step", "runs", "end", "failure", "seconds", "again"]
+        text, args = io.StringIO(), self.args
+        writer = csv.DictWriter(text, columns + [one.argument for one in self.space], extrasaction="ignore")
+        writer.writeheader()
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state.is_finished() and "arguments" in trial.user_attrs:
+                facts = trial.user_attrs | {"number": trial.number, "state": trial.state.name.lower()}
+                facts |= {"seconds": round(trial.duration.total_seconds(), 1)}
+                facts |= {"score": curve[-1][2]} if (curve := curve_of(trial)) else {}
+                writer.writerow(trial.user_attrs["arguments"] | facts)
+        self.write("trials.csv", text.getvalue())
+        best, fresh = best_of(self.study)
+        if not best:
             return
-        from rich.console import Group
-        from rich.table import Table
+        facts, scores = best.user_attrs, fresh or best.user_attrs["scores"]
+        how = f"the mean of {', '.join(f'{score:.5g}' for score in scores)}" + (" on fresh seeds" if fresh else "")
+        how = how if fresh or len(scores) > 1 else "one run: the best of many is lucky too"
+        end = f"after {facts['cost']:.1f} seconds of training and {facts['step']:,.0f} steps"
+        end += ", stopped there before its schedule's end" if facts["end"] == "max cost" else ""
+        of = f"the best of {len(counted(self.study))}, study {args.study_name}, sampler {args.sampler}"
+        comment = (
+            f"# python {args.script} --config best.yaml\n# Found by protein_sweep.py: trial {best.number}, {of}.\n"
+        )
+        comment += f"# {args.metric} {np.mean(scores):.6g}, {end}; {how}.\n"
+        config = {"env_id": args.env_id} | given_arguments(args.fixed) | facts["arguments"]
+        self.write("best.yaml", comment + yaml.safe_dump(config, sort_keys=False))
 
-        table = Table(title="running", title_justify="left", box=None)
-        for column in ("trial", "seconds", "of", "step", self.args.metric):
-            table.add_column(column, justify="right")
-        for job in jobs.values():
-            step, _, score = job.rows[-1] if len(job.rows) else (0, 0, np.nan)
-            cost = f"{job.cost:.0f}" if job.lines else "starts"
-            table.add_row(str(job.trial.number), cost, f"{self.args.max_cost_seconds:.0f}", f"{step:,.0f}", f"{score:.5g}")
-        text = f"{summary_line(self.study, self.args)}; {self.left()}"
-        self.live.update(Group(text, table, front_table(front_trials(self.study), self.args.metric)), refresh=True)
-        self.updated = time.monotonic()
+    def write(self, name: str, text: str):
+        with LOCK:
+            temporary = self.folder / f"{name}.{os.getpid()}.tmp"
+            temporary.write_text(text)
+            temporary.replace(self.folder / name)
+
+    def report(self):
+        """Plots and tables, by tools/sweep_report.py, and one line of JSON on stdout."""
+        best, fresh = best_of(self.study)
+        states = [trial.state.name for trial in counted(self.study)]
+        result = {"study": self.args.study_name, "folder": str(self.folder), "metric": self.args.metric}
+        result |= {"trials": len(states), "complete": states.count("COMPLETE"), "pruned": states.count("PRUNED")}
+        result |= {"failed": states.count("FAIL"), "best": None}
+        if best:
+            facts = {
+                "trial": best.number,
+                "score": float(np.mean(fresh or best.value)),
+                "cost": best.user_attrs["cost"],
+            }
+            result["best"] = facts | best.user_attrs["arguments"]
+            tool = pathlib.Path(__file__).parent / "tools/sweep_report.py"
+            storage = ["--storage", self.args.storage] if self.args.storage else []
+            subprocess.run([sys.executable, tool, self.folder, *storage], stdout=sys.stderr, check=False)
+        self.show(f"{self.summary()}; {self.folder}")
+        print(json.dumps(result), flush=True)
+
+
+def divide(cores: list[int], gpus: list[str], workers: int) -> list[tuple[list[int], dict[str, str]]]:
+    """Each worker's cores, neighbours and no core twice unless there are more workers than cores; and the variables
+    that choose its GPU: one each, in turn, where there are several."""
+    parts = (
+        np.array_split(cores, workers) if workers < len(cores) else [[cores[n % len(cores)]] for n in range(workers)]
+    )
+    chosen = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if len(gpus) > 1 else {} for n in range(workers)]
+    return [([int(core) for core in part], gpu) for part, gpu in zip(parts, chosen)]
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    if (names := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in names.split(",") if name.strip()]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no NVIDIA driver
+        query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    return []
+
+
+# PLUMBING: command line -----------------------------------------------------------------------------------------------
 
 
 def script_defaults(path: str) -> dict[str, Any] | None:
-    """The defaults of the script's `class Args`, read without running it; None if it has no such class. Raises UsageError."""
+    """The defaults of the script's `class Args`, read without running it; None if it has none. Raises UsageError."""
     try:
         tree = ast.parse(pathlib.Path(path).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"--script {path}: cannot be read ({error})") from error
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == "Args":
-            defaults = {}
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign):
-                    defaults[item.target.id] = None
-                    with contextlib.suppress(ValueError, TypeError):
-                        defaults[item.target.id] = ast.literal_eval(item.value)
-            return defaults
-    return None
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    defaults = {}
+    for item in [item for node in classes for item in node.body if isinstance(item, ast.AnnAssign)]:
+        defaults[item.target.id] = None
+        with contextlib.suppress(ValueError, TypeError):  # no constant
+            defaults[item.target.id] = ast.literal_eval(item.value)
+    return defaults if classes else None
 
 
 def given_arguments(words: tuple[str, ...]) -> dict[str, Any]:
-    """Flags of the script as the mapping that --config takes: --x 1, --x=1, --x, --no-x, --env.KEY 1. Raises UsageError."""
-    given, rest = {}, list(words)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("--") or len(name) < 3:
-            raise UsageError(f"-- {name}: the script's fixed arguments are --NAME VALUE, --NAME=VALUE, --NAME or --no-NAME")
-        key = name[2:].replace("-", "_")
-        if equals or (rest and not rest[0].startswith("--")):
-            text = value if equals else rest.pop(0)
-            try:
-                value = yaml.safe_load(text.replace("_", "") if re.fullmatch(r"[\d_]+", text) else text)
-            except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError, !!bool x a KeyError
-                raise UsageError(f"-- {name} {text}: not a YAML value") from error
-        else:
-            value, key = not key.startswith("no_"), key.removeprefix("no_")
-        if key.startswith("env."):
-            given.setdefault("env", {})[key[4:]] = value
-        else:
-            given[key] = value
+    """Flags of the script as --config takes them: --x 1, --x=1, --x, --no-x, --env.KEY 1. Raises UsageError."""
+    given, words = {}, [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for word, value in zip(words, [*words[1:], "--"]):
+        if not word.startswith("--"):
+            continue  # a value; the script refuses one that belongs to no flag
+        key = word[2:].replace("-", "_")
+        if value.startswith("--"):
+            key, value = key.removeprefix("no_"), str(not key.startswith("no_"))
+        try:
+            value = yaml.safe_load(value.replace("_", "") if re.fullmatch(r"[\d_]+", value) else value)
+        except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError, !!bool x a KeyError
+            raise UsageError(f"-- {word} {value}: not a YAML value") from error
+        target = given.setdefault("env", {}) if key.startswith("env.") else given
+        target[key.removeprefix("env.")] = value
     return given
 
 
-def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study, pathlib.Path]:
-    """Everything that can be wrong is found here. Raises UsageError."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    messages = io.StringIO()
+def parse_args(argv: list[str]) -> Args:
+    """Raises UsageError."""
+    cut, messages = argv.index("--") if "--" in argv else len(argv), io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
             args = tyro.cli(Args, args=argv[:cut], description=__doc__)
@@ -1090,55 +977,53 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
         if error.code == 0:
             raise
         lines = [line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]]
-        raise UsageError(f"{' '.join(line for line in lines if line and not line.startswith('For full'))} (see --help)") from error
+        words = " ".join(line for line in lines if line and not line.startswith("For full"))
+        raise UsageError(f"{words} (see --help)") from error
     args.fixed = tuple(argv[cut + 1 :])
-    for name, least in (("num_trials", 1), ("workers", 1), ("seeds", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    for name in ("max_cost_seconds", "hang_seconds"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a number of seconds above 0")
+    least = {"num_trials": 1, "workers": 1, "seeds": 1, "confirm_seeds": 0, "seed": 0}
+    for name, low in (least | {"max_cost_seconds": 1e-3, "hang_seconds": 1e-3}).items():
+        if not low <= getattr(args, name) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
+    return args
+
+
+def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study, pathlib.Path]:
+    """Everything that can be wrong is found here. Raises UsageError."""
+    args = parse_args(argv)
     try:
         content = yaml.safe_load(pathlib.Path(args.space).read_text())
     except Exception as error:  # not only OSError and YAMLError: 2001-99-99 is a ValueError
         raise UsageError(f"--space {args.space}: cannot be read ({' '.join(str(error).split())[:120]})") from error
-    space = parse_space(content, args.space)
-    defaults, given = script_defaults(args.script), given_arguments(args.fixed)
-    for key in ("env_id", "seed", "output_dir", "config", "resume", "evaluate"):
-        if key in given or any(parameter.argument == key for parameter in space):
-            hint = {"env_id": "it has --env-id", "seed": "it has --seed", "config": "give the values themselves"}.get(
-                key, "leave it out"
-            )
-            raise UsageError(f"-- --{key.replace('_', '-')}: is the sweep's to give; {hint}")
-    for name in [parameter.argument for parameter in space]:
-        if defaults is not None and name not in defaults:
-            near = difflib.get_close_matches(name, defaults, n=1)
-            raise UsageError(
-                f"--space {args.space}: {args.script} has no argument {name}" + (f"; did you mean {near[0]}?" if near else "")
-            )
+    space, defaults, given = parse_space(content, args.space), script_defaults(args.script), given_arguments(args.fixed)
+    names = [parameter.argument for parameter in space]
+    for key in ("env_id", "seed", "output_dir", "config", "resume"):
+        if key in given or key in names:
+            raise UsageError(f"-- --{key.replace('_', '-')}: is the sweep's to give (see its own --help); leave it out")
+    for name in names if defaults is not None else []:
+        if name not in defaults:
+            near = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(name, defaults, n=1))
+            raise UsageError(f"--space {args.space}: {args.script} has no argument {name}{near}")
     space = [parameter for parameter in space if parameter.argument not in given]
     if not space:
         raise UsageError(f"--space {args.space}: nothing to search, since every argument in it is given after --")
-    stem = pathlib.Path(args.script).stem
-    args.study_name = args.study_name or re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{stem}")
+    if args.sampler == "grid":
+        args.num_trials = min(args.num_trials, grid_points(space))
+    args.study_name = args.study_name or re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{pathlib.Path(args.script).stem}")
     folder = pathlib.Path(args.output_dir, args.study_name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {args.output_dir}: cannot be written ({error})") from error
-    if args.sampler == "grid":
-        args.num_trials = min(args.num_trials, len(grid(space)))
-    defaults = (defaults or {}) | given
-    return args, space, defaults, open_study(args, space, defaults, folder), folder
+    given = (defaults or {}) | given
+    return args, space, given, open_study(args, space, given, folder), folder
 
 
 def main() -> int:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failed trial is a line of ours
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    warnings.filterwarnings("ignore", message="Heartbeat of storage")  # sweep() sends them itself
     try:
         with threadpoolctl.threadpool_limits(1):  # the processes are small, and the cores belong to the trials
-            return sweep(*prepare(sys.argv[1:]))
+            return Sweep(*prepare(sys.argv[1:])).run()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -100,7 +100,7 @@ class Problem:
         """0 to 1, growing with the argument, on its own scale."""
         result = {}
         for parameter in self.space:
-            low, high = Cube.ends(parameter.distribution)
+            low, high = self.cube.ends(parameter.name)
             value = parameter.to_parameter(arguments[parameter.argument])
             u = ((np.log(value) if parameter.distribution.log else value) - low) / (high - low)
             result[parameter.argument] = 1 - u if parameter.name.startswith("1 - ") else u
@@ -275,7 +275,9 @@ class PufferLib:
     def suggest(self) -> tuple[dict, float]:
         answer = self.send({"suggest": True})
         whole = {name for name, entry in self.problem.content.items() if isinstance(entry["min"], int)}
-        return {name: round(value) if name in whole else value for name, value in answer["params"].items()}, answer["seconds"]
+        return {name: round(value) if name in whole else value for name, value in answer["params"].items()}, answer[
+            "seconds"
+        ]
 
     def observe(self, arguments: dict, curve: list, failed: bool):
         """Each point is told as a run with as many steps in all, as PufferLib's own sweep does."""
@@ -298,7 +300,12 @@ def run(problem: Problem, method: str, seed: int, trials: int) -> dict:
             arguments, seconds = study.suggest()
             curve, failed = problem.run(arguments, rng)
             study.observe(arguments, curve, failed)
-            row = (curve[-1][1], None if failed else curve[-1][2], None if failed else problem.truth(arguments), seconds)
+            row = (
+                curve[-1][1],
+                None if failed else curve[-1][2],
+                None if failed else problem.truth(arguments),
+                seconds,
+            )
             for column, value in zip(columns.values(), row):
                 column.append(None if value is None else float(f"{value:.5g}"))
     finally:
@@ -363,7 +370,9 @@ def interval(values: list[float]) -> str:
     """Mean and its 95 % bootstrap confidence interval."""
     if len(values) < 3 or np.ptp(values) == 0:
         return f"{np.mean(values):.3g}"
-    ci = scipy.stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    ci = scipy.stats.bootstrap(
+        (values,), np.mean, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
     return f"{np.mean(values):.3g} ({ci.low:.3g} to {ci.high:.3g})"
 
 
@@ -389,12 +398,18 @@ def report(cells: list[dict], facts: dict, out: pathlib.Path):
             some = [cell for cell in cells if cell["problem"] == name and cell["method"] == method]
             if not some:
                 continue
-            regrets, areas = [regret(cell, optimum) for cell in some], [hypervolume(cell, problem, optimum) for cell in some]
+            regrets, areas = (
+                [regret(cell, optimum) for cell in some],
+                [hypervolume(cell, problem, optimum) for cell in some],
+            )
             budget = BUDGET * problem.max_cost
             last = [values[-1] for values in regrets]
             summary[name, method] = last
             row = [NAMES[method], str(len(some)), interval(last)]
-            row += [interval([at_cost(*pair, budget) for pair in zip(some, regrets)]), interval([values[-1] for values in areas])]
+            row += [
+                interval([at_cost(*pair, budget) for pair in zip(some, regrets)]),
+                interval([values[-1] for values in areas]),
+            ]
             row += [interval([at_cost(*pair, budget) for pair in zip(some, areas)])]
             row += [f"{np.mean([sum(cell['cost']) for cell in some]) / problem.max_cost:.1f}"]
             row += [f"{np.mean([cell['score'].count(None) for cell in some]):.1f}"]
@@ -414,7 +429,14 @@ def report(cells: list[dict], facts: dict, out: pathlib.Path):
         figure.suptitle(f"{name}: mean over seeds")
         figure.savefig(out / f"{name}.png", dpi=110)
         plt.close(figure)
-        head = ["method", "seeds", "regret, 60 trials", "regret, equal cost", "hypervolume, 60 trials", "hypervolume, equal cost"]
+        head = [
+            "method",
+            "seeds",
+            "regret, 60 trials",
+            "regret, equal cost",
+            "hypervolume, 60 trials",
+            "hypervolume, equal cost",
+        ]
         head += ["cost of 60 trials", "failures", "seconds per suggestion"]
         text += [
             f"## {name}\n",
@@ -473,12 +495,20 @@ def main() -> int:
         if "optimum" not in facts:
             facts["optimum"] = {name: problem.optimum(problem.max_cost) for name, problem in PROBLEMS.items()}
         if "pufferlib" in args.methods and not PEER.exists():
-            print("skipped: PufferLib's Protein, which is not installed; `make benchmark-peers` installs it", file=sys.stderr)
+            print(
+                "skipped: PufferLib's Protein, which is not installed; `make benchmark-peers` installs it",
+                file=sys.stderr,
+            )
             args.methods.remove("pufferlib")
         if set(args.methods) >= {"protein", "pufferlib"} and "seconds_at_300" not in facts:
             facts["seconds_at_300"] = time_suggestions()
         facts_file.write_text(json.dumps(facts, indent=1) + "\n")
-        todo = [(method, name, seed) for seed in range(1, args.seeds + 1) for name in args.problems for method in args.methods]
+        todo = [
+            (method, name, seed)
+            for seed in range(1, args.seeds + 1)
+            for name in args.problems
+            for method in args.methods
+        ]
         todo = [cell for cell in todo if cell not in done]
         with contextlib.suppress(KeyboardInterrupt), store.open("a") as file:
             for number, (method, name, seed) in enumerate(todo):

@@ -41,8 +41,10 @@ class Args:
     x: float = 0.5
     mode: str = "good"
     total_timesteps: int = 10
+    lucky: int = -1
 
 args = tyro.cli(Args)
+print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 folder = pathlib.Path(args.output_dir, "run")
 folder.mkdir(parents=True)
 if args.mode == "refuses":
@@ -53,21 +55,23 @@ with (folder / "metrics.jsonl").open("w") as file:
     step = 0
     while step < args.total_timesteps or os.path.exists("endless"):
         step += 1
-        score = args.x * step + args.seed / 1000
+        score = args.x * step + args.seed / 1000 + 100 * (args.seed == args.lucky)
         if step == 5:
             if args.mode == "crash":
                 raise RuntimeError("the environment broke")
             if args.mode == "diverge":
-                (folder / "metrics.json").write_text(json.dumps({"exit_reason": "diverged: losses not finite"}))
+                print(json.dumps({"step": step, "time": 100.0, "exit_reason": "diverged: losses not finite"}), file=file, flush=True)
                 sys.exit(1)
             if args.mode == "nan":
                 score = float("nan")
             if args.mode == "hang":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(1000)
-        print(json.dumps({"step": step, "time": 100 + 0.02 * step, "env/score": score}), file=file, flush=True)
+        if args.mode != "rare" or step in (1, 60):
+            print(json.dumps({"step": step, "time": 100 + 0.02 * step, "env/score": score}), file=file, flush=True)
         time.sleep(0.02)
-(folder / "metrics.json").write_text(json.dumps({"exit_reason": "completed"}))
+    if args.mode != "old":
+        print(json.dumps({"step": step, "time": 100 + 0.02 * step, "exit_reason": "completed"}), file=file)
 """
 
 
@@ -84,7 +88,8 @@ def command(*arguments) -> list[str]:
 
 
 def toy_command(*arguments) -> list[str]:
-    return command("--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 30, *arguments)
+    first = "--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 30, "--confirm-seeds", 0
+    return command(*first, *arguments)
 
 
 def finish(words: list[str], cwd, code: int = 0) -> subprocess.CompletedProcess:
@@ -174,14 +179,19 @@ def test_arguments_stay_in_bounds_have_their_type_and_survive_the_round_trip():
                 assert isinstance(value, type(SPACE[name]["min"]))
             seen[name].add(value)
         again = to_arguments(space, to_params(space, arguments), {})
-        assert all(again[name] == pytest.approx(value, rel=1e-3) for name, value in arguments.items() if name not in ("optimizer",))
+        assert all(
+            again[name] == pytest.approx(value, rel=1e-3)
+            for name, value in arguments.items()
+            if name not in ("optimizer",)
+        )
     assert seen["num_envs"] == {64, 128, 256, 512, 1024} and seen["epochs"] == {1, 2, 3, 4}
     assert seen["optimizer"] == {"muon", "adam"} and seen["norm"] == {True, False}
 
 
 def test_a_minibatch_is_never_larger_than_the_batch():
     space = parse_space(
-        {name: {"distribution": "uniform_pow2", "min": 16, "max": 4096} for name in ("num_envs", "minibatch_size")}, "test"
+        {name: {"distribution": "uniform_pow2", "min": 16, "max": 4096} for name in ("num_envs", "minibatch_size")},
+        "test",
     )
     params = {"log2(num_envs)": 4, "log2(minibatch_size)": 12}
     assert to_arguments(space, params, {"num_steps": 32})["minibatch_size"] == 16 * 32
@@ -194,6 +204,7 @@ def test_a_minibatch_is_never_larger_than_the_batch():
         ("[1, 2]", "not a mapping"),
         ("lr: {distribution: normal, min: 0.1, max: 1.0}", "log_normal"),
         ("lr: {distribution: uniform, min: 1.0, max: 0.5}", "the first smaller"),
+        ("lr: {distribution: [1], min: 1.0, max: 2.0}", "log_normal"),
         ("lr: {distribution: log_normal, min: 1e-5, max: 0.5}", "1.0e-5"),  # YAML reads 1e-5 as a word
         ("lr: {distribution: log_normal, min: 0.0, max: 0.5}", "above 0"),
         ("gamma: {distribution: logit_normal, min: 0.9, max: 1.0}", "below 1"),
@@ -272,7 +283,9 @@ def observe(study: optuna.Study, trial: optuna.Trial, sign: int = 1):
 
 def make_study(seed: int = 1, storage=None, sampler=None, direction="maximize") -> optuna.Study:
     sampler = sampler or ProteinSampler(CUBE, seed, max_cost=100)
-    return optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True, direction=direction)
+    return optuna.create_study(
+        storage=storage, study_name="s", sampler=sampler, load_if_exists=True, direction=direction
+    )
 
 
 def go_on(study: optuna.Study, trials: int, sign: int = 1) -> list[dict]:
@@ -352,6 +365,36 @@ def test_a_curve_ends_with_the_last_line_whatever_its_cost():
         assert curve[-1] == [0.5, cost, 5.0]
 
 
+def test_what_is_running_stands_at_its_prediction_when_the_next_is_suggested():
+    study, calls = make_study(), []
+    go_on(study, 12)
+    suggest = study.sampler.suggest
+    study.sampler.suggest = lambda *words: calls.append(words) or suggest(*words)
+    first, _ = study.ask(CUBE), study.ask(CUBE)
+    (cube, curves, failures, none, sign, _), (*_, pending, _, _) = calls
+    assert none == []
+    np.testing.assert_array_equal(pending, [cube.encode(first.params)])
+    for seed in (1, 2, 3):  # with the same draws: where one would be suggested that runs already, another is
+        alone = suggest(cube, curves, failures, [], sign, np.random.default_rng(seed))
+        beside = suggest(cube, curves, failures, [alone], sign, np.random.default_rng(seed))
+        assert np.linalg.norm(alone - beside) > 0.03
+
+
+def test_the_luck_of_a_run_is_shared_by_its_points_and_left_out_of_predictions():
+    """Two points of the space, 5 runs each, of 5 points: runs differ by 1, points of a run by 0.1, means by nothing."""
+    rng = np.random.default_rng(0)
+    x, runs = np.repeat([[0.3], [0.7]], 25, axis=0), np.repeat(np.arange(10), 5)
+    luck = np.repeat(rng.standard_normal(10), 5)
+    process = protein_sweep.Process(x, luck + 0.1 * rng.standard_normal(50), runs, rng)
+    _, deviations = process.predict(np.array([[0.3], [0.7]]))
+    # The mean of five runs is known to 1 / sqrt(5), not, as of 25 independent points, to 1 / sqrt(25).
+    assert (deviations > 0.2).all()
+    again = protein_sweep.Process(x, luck + 0.1 * rng.standard_normal(50), np.arange(50), rng)
+    assert (again.predict(np.array([[0.3], [0.7]]))[1] < 0.7 * deviations).all()
+    kernel = process.kernel
+    assert kernel.k2.k1.k1.constant_value > 10 * kernel.k2.k2.noise_level
+
+
 def test_failures_are_kept_away_from():
     study = make_study()
     failed = []
@@ -425,29 +468,43 @@ def test_a_grid_that_was_interrupted_goes_on_to_its_last_point(toy):
 
 def test_a_hang_in_the_middle_is_a_failure_not_the_end_of_the_budget(toy):
     (toy / "x.yaml").write_text("mode: [hang]")
-    words = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 6, "--num-trials", 1]
+    words = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 3, "--num-trials", 1]
     finish(command(*words), toy)
     (trial,) = load(toy).trials
-    assert trial.state == TrialState.FAIL and "no new line in metrics.jsonl for 3 seconds" in trial.user_attrs["failure"]
+    assert trial.state == TrialState.FAIL and "does not end within 20 seconds of SIGTERM" in trial.user_attrs["failure"]
 
 
 def test_a_trial_over_its_cost_is_stopped_and_counts_with_what_it_reached(toy):
     (toy / "endless").touch()
-    words = command("--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 0.5, "--num-trials", 1)
-    finish(words, toy)
+    words = command(
+        "--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 0.5, "--num-trials", 1
+    )
+    finish([*words, "--confirm-seeds", "0"], toy)
     (trial,) = load(toy).trials
     assert trial.state == TrialState.COMPLETE and trial.user_attrs["end"] == "max cost"
     assert trial.user_attrs["cost"] > 0
     assert trial.user_attrs["curve"][-1][2] == trial.value > trial.user_attrs["curve"][0][2]
-    assert "It was stopped there" in (toy / "sweeps/toy__toy/best.yaml").read_text()
+    assert "stopped there before its schedule's end" in (toy / "sweeps/toy__toy/best.yaml").read_text()
     assert not processes_in(toy)
 
 
 def test_hopeless_trials_are_pruned_and_the_best_is_not(toy):
     choices = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.1, 11, 0.2, 12]
     (toy / "x.yaml").write_text(f"x: {choices}")
-    words = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", "2.4", "--sampler", "random"]
-    study_words = command(*words, "--num-trials", len(choices), "--workers", 2)
+    words = [
+        "--script",
+        "toy.py",
+        "--env-id",
+        "toy",
+        "--space",
+        "x.yaml",
+        "--max-cost-seconds",
+        "2.4",
+        "--sampler",
+        "random",
+    ]
+    words += ["--confirm-seeds", "0"]
+    study_words = command(*words, "--num-trials", 30, "--workers", 2)  # in no certain order
     finish([*study_words, "--", "--total-timesteps", "100"], toy, 0)
     trials = load(toy).trials
     pruned = [trial for trial in trials if trial.state == TrialState.PRUNED]
@@ -472,16 +529,86 @@ def test_two_workers_run_at_once_each_on_its_own_cores(toy):
     finish(toy_command("--num-trials", 4, "--workers", 2, "--", "--total-timesteps", 40), toy)
     first, second, *_ = load(toy).trials
     assert first.datetime_start < second.datetime_complete and second.datetime_start < first.datetime_complete
-    assert protein_sweep.divide([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
-    assert protein_sweep.divide([0, 1, 2], 2) == [[0, 1], [2]]
-    assert protein_sweep.divide([4, 7], 3) == [[4], [7], [4]]
+    for cores, workers, parts in (
+        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
+        ([0, 1, 2], 2, [[0, 1], [2]]),
+        ([4, 7], 3, [[4], [7], [4]]),
+    ):
+        assert [part for part, _ in protein_sweep.divide(cores, [], workers)] == parts
+
+
+def test_a_healthy_trial_with_rare_lines_is_out_of_budget_not_hung(toy):
+    (toy / "endless").touch()
+    finish(toy_command("--max-cost-seconds", 2, "--num-trials", 1, "--", "--mode", "rare"), toy)
+    (trial,) = load(toy).trials
+    assert trial.state == TrialState.COMPLETE and trial.user_attrs["end"] == "max cost"
+    assert trial.user_attrs["cost"] == 2  # all its time, though the last of its two lines is older
+    assert trial.value == pytest.approx(30, abs=0.1)
+
+
+def test_a_trial_that_is_lost_again_and_again_is_a_failure():
+    study = make_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    params = study.ask(CUBE).params
+    for _ in range(protein_sweep.REQUEUES + 1):
+        trial = study.trials[-1]
+        protein_sweep.requeue(study, trial)  # a signal to the sweep is not the trial's fault
+        assert study.ask(CUBE).params == params
+        protein_sweep.requeue_lost(study, study.trials[-1])
+        if study.trials[-1].state == TrialState.WAITING:
+            assert study.ask(CUBE).params == params
+    assert study.trials[-1].state == TrialState.FAIL and study.trials[-1].params == params
+    assert "lost 4 times" in study.trials[-1].user_attrs["failure"]
+
+
+def test_a_process_that_has_been_reaped_is_not_killed_by_its_number(monkeypatch):
+    killed = []
+    monkeypatch.setattr(os, "killpg", lambda *words: killed.append(words))
+    run = object.__new__(protein_sweep.Run)
+    run.process = subprocess.Popen(["true"], start_new_session=True)
+    run.kill()  # still ours, though it may be over: not yet reaped
+    run.kill()
+    assert killed == [(run.process.pid, signal.SIGKILL)]
+
+
+def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
+    """Trial 1 has 100 points of luck that its seed gave it."""
+    words = toy_command(
+        "--num-trials", 5, "--confirm-seeds", 2, "--workers", 2, "--sampler", "random", "--", "--lucky", 2
+    )
+    result = finish(words, toy)
+    trials = load(toy).trials
+    first, again = trials[:5], trials[5:]
+    best = sorted(first, key=lambda trial: -trial.value)[:3]
+    assert best[0].number == 1 and best[0].value > 100
+    runs = {(trial.user_attrs["again"], trial.user_attrs["seed"]) for trial in again}
+    assert len(again) == 6 and runs == {(trial.number, seed) for trial in best for seed in (1_000_000, 1_000_001)}
+    summary, right = json.loads(result.stdout), max(best, key=lambda trial: trial.params["x"])
+    assert summary["trials"] == 5 and summary["best"]["trial"] == right.number
+    assert "on fresh seeds" in (toy / "sweeps/toy__toy/best.yaml").read_text()
+    finish(words, toy)
+    assert len(load(toy).trials) == 11  # all is done
+
+
+def test_each_worker_has_a_gpu_of_its_own_where_there_are_several(toy, monkeypatch):
+    def gpus(names, workers):
+        return [
+            environment.get("CUDA_VISIBLE_DEVICES") for _, environment in protein_sweep.divide([0, 1], names, workers)
+        ]
+
+    assert gpus(["a", "b", "c"], 2) == ["a", "b"] and gpus(["a", "b"], 3) == ["a", "b", "a"]
+    assert gpus(["a"], 2) == gpus([], 2) == [None, None]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    assert protein_sweep.visible_gpus() == ["4", "6"]
+    finish(toy_command("--num-trials", 2, "--workers", 2, "--", "--total-timesteps", 40), toy)
+    assert {path.read_text().split("\n")[0] for path in toy.glob("sweeps/*/trials/*/log.txt")} == {"GPU 4", "GPU 6"}
 
 
 def share_a_study(toy, *arguments) -> list[optuna.trial.FrozenTrial]:
     """Two processes at once on one study of 8 trials; asserts that both finish well."""
     words = toy_command("--num-trials", 8, *arguments)
     both = [
-        subprocess.Popen(words, cwd=toy, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"
+        subprocess.Popen(words, cwd=toy, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in "ab"
     ]
     for process in both:
         _, errors = process.communicate(timeout=120)
@@ -515,7 +642,10 @@ def test_two_processes_share_one_postgresql_study(toy, tmp_path_factory):
                 path.chmod(0o777)
     pg_ctl = [*as_user, bin_folder / "pg_ctl", "-D", folder / "data", "-w"]
     subprocess.run(
-        [*as_user, initdb, "-D", folder / "data", "-U", "sweep", "-A", "trust"], check=True, cwd="/", capture_output=True
+        [*as_user, initdb, "-D", folder / "data", "-U", "sweep", "-A", "trust"],
+        check=True,
+        cwd="/",
+        capture_output=True,
     )
     options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
     subprocess.run([*pg_ctl, "-o", options, "-l", folder / "log", "start"], check=True, cwd="/", capture_output=True)
@@ -581,12 +711,12 @@ def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy)
         (["--script", "none.py"], "--script none.py: cannot be read"),
         (["--space", "none.yaml"], "--space none.yaml: cannot be read"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
-        (["--max-cost-seconds", "-1"], "--max-cost-seconds -1.0: must be a number of seconds above 0"),
+        (["--max-cost-seconds", "-1"], "--max-cost-seconds -1.0: must be at least 0.001"),
         (["--sampler", "best"], "--sampler"),
         (["--storage", "mysterysql://x"], "--storage mysterysql://x"),
         (
             ["--sampler", "grid", "--script", str(SCRIPT), "--space", str(ROOT / "benchmark/sweeps/default.yaml")],
-            "points in this space",
+            "is a range; give a list",
         ),
         (["--", "--output-dir", "x"], "-- --output-dir"),
         (["--", "--config", "x.yaml"], "-- --config"),
@@ -595,7 +725,6 @@ def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy)
         (["--", "--x", "2001-99-99"], "-- --x 2001-99-99"),
         (["--space", "date.yaml"], "--space date.yaml: cannot be read"),
         (["--space", "lines.yaml"], "--space lines.yaml: x  y"),
-        (["--", "stray"], "-- stray"),
         (["--", "--x", "0.5"], "nothing to search"),
     ],
 )
@@ -623,7 +752,20 @@ def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes
     )
     fixed = [word for word in SMALL if word != "2048"]
     fixed.insert(fixed.index("--total-timesteps") + 1, "16384")
-    words = command("--script", SCRIPT, "--space", "space.yaml", "--num-trials", 3, "--workers", 2, "--", *fixed)
+    words = command(
+        "--script",
+        SCRIPT,
+        "--space",
+        "space.yaml",
+        "--num-trials",
+        3,
+        "--workers",
+        2,
+        "--confirm-seeds",
+        0,
+        "--",
+        *fixed,
+    )
     result = finish(words, tmp_path)
     folder = tmp_path / "sweeps/breakout__ppo_lstm_puffer"
     summary = json.loads(result.stdout)
@@ -640,17 +782,23 @@ def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes
     best = run_script("--config", str(folder / "best.yaml"), "--total-timesteps", "512", cwd=tmp_path, small=False)
     assert best.returncode == 0, best.stderr
     config = yaml.safe_load(next(tmp_path.glob("runs/*/config.yaml")).read_text())
-    assert config["learning_rate"] == summary["best"]["learning_rate"] and config["hidden_size"] == 32 and not config["compile"]
+    assert (
+        config["learning_rate"] == summary["best"]["learning_rate"]
+        and config["hidden_size"] == 32
+        and not config["compile"]
+    )
 
     from optuna_dashboard import wsgi
 
     seen, request = [], {"PATH_INFO": "/api/studies"}
     wsgiref.util.setup_testing_defaults(request)
-    answer = b"".join(wsgi(f"sqlite:///{folder}/study.db")(request, lambda status, headers, error=None: seen.append(status)))
+    answer = b"".join(
+        wsgi(f"sqlite:///{folder}/study.db")(request, lambda status, headers, error=None: seen.append(status))
+    )
     assert seen == ["200 OK"] and json.loads(answer)["study_summaries"][0]["study_name"] == "breakout__ppo_lstm_puffer"
 
 
-def test_on_a_terminal_there_is_a_live_view_with_the_best_the_front_and_the_time_left(toy):
+def test_a_terminal_shows_each_trial_the_best_and_the_front(toy):
     import pty
 
     terminal, end = pty.openpty()
@@ -666,5 +814,5 @@ def test_on_a_terminal_there_is_a_live_view_with_the_best_the_front_and_the_time
         except OSError:  # the other end is closed
             break
     assert json.loads(process.communicate()[0])["complete"] == 3
-    for word in ("running", "the front", "best env/score", "left"):
+    for word in ("trial 2: complete", "3 of 3 trials", "best env/score", "the front"):
         assert word in shown.getvalue().decode(errors="replace")
