@@ -1,6 +1,6 @@
 """The reference script with one part of the algorithm taken out: what is that part worth?
 
-    python benchmark/ablate.py --without reset --env-id breakout --seed 1          # everything else goes to ppo_lstm_puffer.py
+    python benchmark/ablate.py --without reset --env-id breakout --seed 1    # the rest goes to ppo_lstm_puffer.py
     python benchmark/run.py benchmark/plans/ablations.yaml --out benchmark/reports/ablations
 
 reset: the LSTM's state runs on across the ends of episodes, in rollout and in training
@@ -22,26 +22,32 @@ import ppo_lstm_puffer as ppo
 
 def without_reset():
     forward, backward = ppo.lstm_forward, ppo.lstm_backward
-    ppo.lstm_forward = lambda x, h, c, dones, *rest: forward(x, h, c, torch.zeros_like(dones), *rest)
-    ppo.lstm_backward = lambda doutputs, dh, dc, gates, cells, dones, weight: backward(
-        doutputs, dh, dc, gates, cells, torch.zeros_like(dones), weight
-    )
+
+    def lstm_forward(x, h, c, dones, *rest):
+        return forward(x, h, c, torch.zeros_like(dones), *rest)
+
+    def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
+        return backward(doutputs, dh, dc, gates, cells, torch.zeros_like(dones), weight_hh)
+
+    ppo.lstm_forward, ppo.lstm_backward = lstm_forward, lstm_backward  # by these names they are compiled
 
 
 def without_bootstrap():
     compute = ppo.compute_advantages
 
-    def compute_advantages(values, next_value, rewards, dones, valid, *rest):
-        return compute(values, next_value, rewards, dones, torch.cat((valid[:-1], torch.zeros_like(valid[:1]))), *rest)
+    def compute_advantages(values, rewards, dones, valid, *rest):
+        return compute(values, rewards, dones, torch.cat((valid[:-1], torch.zeros_like(valid[:1]))), *rest)
 
     ppo.compute_advantages = compute_advantages
 
 
 def without_vtrace():
     compute = ppo.compute_advantages
-    ppo.compute_advantages = lambda values, next_value, rewards, dones, valid, ratio, *rest: compute(
-        values, next_value, rewards, dones, valid, torch.ones_like(ratio), *rest
-    )
+
+    def compute_advantages(values, rewards, dones, valid, ratio, *rest):
+        return compute(values, rewards, dones, valid, torch.ones_like(ratio), *rest)
+
+    ppo.compute_advantages = compute_advantages
 
 
 PARTS = {"reset": without_reset, "bootstrap": without_bootstrap, "vtrace": without_vtrace}
@@ -51,7 +57,7 @@ def main() -> int:
     at = sys.argv.index("--without") if "--without" in sys.argv else len(sys.argv)
     part = "".join(sys.argv[at + 1 : at + 2])
     if part not in PARTS:
-        print(f"error: --without {part}: must be one of {', '.join(PARTS)}; the rest goes to ppo_lstm_puffer.py", file=sys.stderr)
+        print(f"error: --without {part}: must be one of {', '.join(PARTS)}", file=sys.stderr)
         return 2
     del sys.argv[at : at + 2]
     PARTS[part]()

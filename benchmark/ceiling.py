@@ -2,8 +2,9 @@
 
     python benchmark/ceiling.py --seconds 20 --folder DIR
 
-For bfloat16 and float32 (on a GPU: TF32), for every number of threads, the fastest of several shapes, each timed many times: square
-ones, and those of the LSTM of width 128. Writes DIR/metrics.json with "ceiling": {threads or "cuda": {dtype: GFLOP/s}}.
+For bfloat16 and float32 (on a GPU: TF32), for every number of threads, the fastest of several shapes, each timed many
+times: square ones, and those of the LSTM of width 128. Writes DIR/metrics.jsonl, a row whose "ceiling" is {threads or
+"cuda": {dtype: GFLOP/s}}.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import time
 
 import torch
 
-SHAPES = [(256,) * 3, (512,) * 3, (1024,) * 3, (2048,) * 3, (1024, 256, 512), (4096, 256, 512)]  # (m, k, n): (m, k) by (k, n)
+# (m, k, n): (m, k) by (k, n)
+SHAPES = [(256,) * 3, (512,) * 3, (1024,) * 3, (2048,) * 3, (1024, 256, 512), (4096, 256, 512)]
 GPU_SHAPES = [(2048,) * 3, (4096,) * 3, (8192,) * 3, (65536, 256, 512)]
 
 
@@ -54,16 +56,13 @@ def main():
         for dtype in dtypes:
             name = str(dtype).removeprefix("torch.")
             speeds = [gflops(*shape, dtype, args.device, seconds) for shape in shapes]
-            every += [
-                {"threads": key, "dtype": name, "shape": shape, "gflops": round(speed, 1)} for shape, speed in zip(shapes, speeds)
-            ]
+            for shape, speed in zip(shapes, speeds):
+                every.append({"threads": key, "dtype": name, "shape": shape, "gflops": round(speed, 1)})
             ceiling[key][name] = round(max(speeds), 1)
-    metrics = {
-        "program": "ceiling", "versions": {"torch": torch.__version__}, "seed": args.seed, "seconds": time.perf_counter() - start,
-        "ceiling": ceiling, "products": every,
-    }  # fmt: skip
+    row = {"versions": {"torch": torch.__version__}, "ceiling": ceiling, "products": every}
+    row |= {"seconds": time.perf_counter() - start, "exit_reason": "completed"}
     args.folder.mkdir(parents=True, exist_ok=True)
-    (args.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    (args.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     print(json.dumps(ceiling))
 
 

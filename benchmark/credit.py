@@ -1,9 +1,9 @@
 """Credit over 128 steps with segments of 64: what learns that the first action decides a reward 128 steps later.
 
-    python benchmark/credit.py                    # every setting, seeds 1 2 3: credit.json and credit.md in benchmark/reports/learning
+    python benchmark/credit.py             # every setting, seeds 1 2 3: credit.json, credit.md in reports/learning
     python benchmark/credit.py --only visible --seeds 4 5    # settings whose name contains this word, other seeds
-    python benchmark/credit.py --quick            # one seed, a third of the steps, in runs/credit-quick: that everything runs
-    python benchmark/credit.py --report           # the table in credit.md again, from credit.json
+    python benchmark/credit.py --quick     # one seed, a third of the steps, in runs/credit-quick: that everything runs
+    python benchmark/credit.py --report    # the table in credit.md again, from credit.json
 
 The environment is FarReward-v0 of tests/environments.py. One process at a time, on one core; a finished cell (the same
 command) is not run again. PuffeRL's cells need .peers/pufferl (make benchmark-peers) and are left out without it.
@@ -24,9 +24,10 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = ROOT / ".peers/pufferl/bin/python"
 OURS = (
-    "--env-id environments:FarReward-v0 --num-envs 64 --hidden-size 32 --no-compile --precision float32 --log-interval 4 "
-    "--update-epochs 2 --optimizer muon --learning-rate 0.02 --adam-learning-rate 0.001 --momentum 0.95 --anneal-lr linear "
-    "--clip-coef 0.2 --vf-clip-coef 0.2 --vf-coef 2 --ent-coef 0.001 --max-grad-norm 1.5 --prio-alpha 0 --prio-beta0 0.2"
+    "--env-id environments:FarReward-v0 --num-envs 64 --hidden-size 32 --no-compile --precision float32 "
+    "--log-interval 4 --update-epochs 2 --optimizer muon --learning-rate 0.02 --adam-learning-rate 0.001 "
+    "--momentum 0.95 --anneal-lr linear --clip-coef 0.2 --vf-clip-coef 0.2 --vf-coef 2 --ent-coef 0.001 "
+    "--max-grad-norm 1.5 --prio-alpha 0 --prio-beta0 0.2"
 )
 
 
@@ -40,7 +41,8 @@ def pufferl(shown: int, steps: int, **changes) -> dict:
     return {"program": "pufferl", "shown": shown, "steps": steps, "flags": json.dumps(changes)}
 
 
-FAIR = {"gamma": 0.999, "gae_lambda": 0.95, "learning_rate": 0.02, "ent_coef": 0.001, "update_epochs": 2, "prio_alpha": 0}
+FAIR = {"gamma": 0.999, "gae_lambda": 0.95, "learning_rate": 0.02, "ent_coef": 0.001, "update_epochs": 2}
+FAIR |= {"prio_alpha": 0}
 SETTINGS = {
     "visible, segments of 64, lambda 0.9": ours(128, 250_000, gae_lambda=0.9),
     "visible, segments of 64, lambda 0.95": ours(128, 250_000),
@@ -60,7 +62,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-# One cell -----------------------------------------------------------------------------------------------------------------
+# One cell -------------------------------------------------------------------------------------------------------------
 
 
 def command(setting: dict, seed: int) -> list[str]:
@@ -76,7 +78,7 @@ def command(setting: dict, seed: int) -> list[str]:
 
 
 def native():
-    """FarReward as PufferLib's C environments do it: an episode of 128 steps (two segments of 64), reset in its last step."""
+    """FarReward as PufferLib's C environments do it: 128 steps (two segments of 64), reset in the last one."""
     import gymnasium as gym
     import pufferlib
 
@@ -150,10 +152,11 @@ def train_pufferl(seed: int, steps: int, shown: int, changes: str):
     torch.manual_seed(seed)  # its own seeding is commented out
     np.random.seed(seed)
     config = pufferlib.pufferl.load_config("default")["train"]
-    config |= {"device": "cpu", "total_timesteps": steps, "seed": seed, "env": "far", "use_rnn": True, "minibatch_size": 1024}
-    config |= {"data_dir": tempfile.gettempdir(), "checkpoint_interval": 10**9} | json.loads(changes)
-    one = config.pop("native", False)
-    vecenv = pufferlib.vector.make(native() if one else make, backend=pufferlib.vector.Serial, num_envs=1 if one else 64, seed=seed)
+    config |= {"device": "cpu", "total_timesteps": steps, "seed": seed, "env": "far", "use_rnn": True}
+    config |= {"minibatch_size": 1024, "data_dir": tempfile.gettempdir(), "checkpoint_interval": 10**9}
+    config |= json.loads(changes)
+    makes, copies = (native(), 1) if config.pop("native", False) else (make, 64)
+    vecenv = pufferlib.vector.make(makes, backend=pufferlib.vector.Serial, num_envs=copies, seed=seed)
     policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=32)
     policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, input_size=32, hidden_size=32)
     trainer = pufferlib.pufferl.PuffeRL(config, vecenv, policy)
@@ -194,7 +197,7 @@ def run(setting: dict, seed: int) -> dict:
     return {"command": shlex.join(words), "seconds": round(time.time() - start, 1), "curve": points}
 
 
-# The report ---------------------------------------------------------------------------------------------------------------
+# The report -----------------------------------------------------------------------------------------------------------
 
 
 def final(points: list) -> float:

@@ -2,18 +2,18 @@
 
     python benchmark/faults.py kills                        # 209 kills, a quarter of an hour or more on one core
     python benchmark/faults.py kills --only ddp --count 40  # one kind: script, workers, ddp, sweep; up to 40 of it
-    python benchmark/faults.py starts                       # 30 first starts, killed while they compile; under an hour on two cores
-    python benchmark/faults.py inputs                       # 720 malformed inputs (benchmark/malformed.py), some minutes
+    python benchmark/faults.py starts                       # 30 first starts, killed while they compile; under an hour
+    python benchmark/faults.py inputs                       # 580 malformed inputs (malformed.py), some minutes
     python benchmark/faults.py soak --hours 1               # memory, threads, files and speed of one long run
     python benchmark/faults.py report                       # report.md and soak.png from what these left
 
-Everything goes to benchmark/reports/faults (--out): a line of JSON per kill and per input, soak.json, report.md. What is there
-already is not done again; the report includes notes.md, if there is one. Exit code 1: there was a loss or a violation. Linux;
-py-spy, which reads the stacks, must be allowed to trace other processes (root is), else they are `unknown`.
+Everything goes to benchmark/reports/faults (--out): a line of JSON per kill and per input, soak.json, report.md. What
+is there already is not done again; the report includes notes.md, if there is one. Exit code 1: a loss or a violation.
+Linux; py-spy, which reads the stacks, must be allowed to trace other processes (root is), else they are `unknown`.
 
-Kills are chained: each start goes on where the last was killed, so that the survivor of one kill is the victim of the next. The
-victim is stopped, its stack says what it was doing, then it gets its signal. What must hold afterwards is in `Chain.settle`,
-`Chain.check` and each kind's `after`; what does not is recorded as a loss, and the next kill begins with a new folder.
+Kills are chained: each start goes on where the last was killed, so that the survivor of one kill is the victim of the
+next. The victim is stopped, its stack says what it was doing, then it gets its signal. What must hold afterwards is in
+`Chain.settle`, `Chain.check` and each kind's `after`; what does not is a loss, and the next kill has a new folder.
 """
 
 import argparse
@@ -45,10 +45,14 @@ PACKAGES = ("torch", "numpy", "pufferlib", "optuna", "hypothesis", "py-spy")
 
 def facts() -> dict:
     """What the records after this one were made with."""
-    git = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()  # noqa: E731
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+
     changed = git("status", "--porcelain", "--", "ppo_lstm_puffer*.py", "protein_sweep.py")
     versions = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"kind": "facts", "commit": git("rev-parse", "--short", "HEAD") + " with changes" * bool(changed), "versions": versions}
+    commit = git("rev-parse", "--short", "HEAD") + " with changes" * bool(changed)
+    return {"kind": "facts", "commit": commit, "versions": versions}
 
 
 def read_lines(path: pathlib.Path) -> list[dict]:
@@ -76,19 +80,15 @@ def wait_until(condition, seconds: float) -> bool:
     return bool(met)
 
 
-# KILLS: what a process was doing ------------------------------------------------------------------------------------------
+# KILLS: what a process was doing --------------------------------------------------------------------------------------
 
 
 def sections(script: str) -> list[tuple[int, str]]:
     """The parts of the script's `train` as (first line, name), by the comments that are its landmarks."""
     marks = {"def train(": "start", "            # ROLLOUT": "rollout", "            # UPDATE": "update"}
-    marks |= {"            # LOGGING": "log", "        exit_reason = ": "end"}
-    found = {}
-    for number, line in enumerate((ROOT / script).read_text().splitlines(), 1):
-        for mark, name in marks.items():
-            if line.startswith(mark):
-                found.setdefault(name, number)
-    return sorted((number, name) for name, number in found.items())
+    marks |= {"            # LOGGING": "log", "        if iteration < ": "end"}
+    lines = (ROOT / script).read_text().splitlines()
+    return [(n, name) for n, line in enumerate(lines, 1) for mark, name in marks.items() if line.startswith(mark)]
 
 
 def phase_of(frames: list[dict]) -> str:
@@ -101,19 +101,23 @@ def phase_of(frames: list[dict]) -> str:
         script = os.path.basename(frame["filename"])
         if frame["name"] == "train" and script.startswith("ppo_lstm_puffer"):
             return [name for number, name in sections(script) if number <= frame["line"]][-1]
-        if frame["name"] == "sweep" and script == "protein_sweep.py":
-            told = names & {"finish", "write_tables", "set_user_attr", "tell"}
-            return "suggest" if "ask" in names else "record" if told else "watch"
+        if script == "protein_sweep.py" and frame["name"].endswith("run"):
+            return "record" if names & {"write_tables", "report"} else "watch"
     return "start"
 
 
+def handles_signals(pid: int) -> bool:
+    """Whether the process answers SIGTERM itself by now; until then SIGTERM is the system's, SIGINT is Python's."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) & 1 << (TERM - 1))
+
+
 def look(process: psutil.Process) -> tuple[str, bool]:
-    """Stops a process and says what it is doing, and whether it handles SIGTERM by now."""
+    """Stops a process and says what it is doing, and whether it handles signals by now."""
     process.suspend()
-    status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
-    handles = bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) & 1 << (TERM - 1))
     py_spy = pathlib.Path(sys.executable).with_name("py-spy")
     words = [str(py_spy), "dump", "--nonblocking", "--json", "--pid", str(process.pid)]
+    handles = handles_signals(process.pid)
     try:
         threads = json.loads(subprocess.run(words, capture_output=True, text=True, timeout=30).stdout)
         (main,) = [thread for thread in threads if thread["os_thread_id"] == process.pid] or threads[-1:]
@@ -122,9 +126,9 @@ def look(process: psutil.Process) -> tuple[str, bool]:
         return "unknown", handles
 
 
-# KILLS: the kinds ---------------------------------------------------------------------------------------------------------
+# KILLS: the kinds -----------------------------------------------------------------------------------------------------
 
-TINY = "--hidden-size 32 --precision float32 --no-compile --device cpu --log-interval 1 --checkpoint-interval 1 --no-dashboard"
+TINY = "--hidden-size 32 --precision float32 --no-compile --device cpu --log-interval 1 --checkpoint-interval 1"
 SIZES = "--num-envs 64 --num-steps 16 --minibatch-size 256"
 
 
@@ -133,10 +137,10 @@ class Loss(Exception):
 
 
 class Chain:
-    """Something that is started, killed, and started again in the same folder, where it must go on. This one: the script itself."""
+    """What is started, killed, and started again in the same folder, where it must go on. This one: the script."""
 
-    script, launcher, arguments, iteration = "ppo_lstm_puffer.py", (), f"--env-id cartpole {SIZES}", 64 * 16
-    victims, limit, grace = ("script",), 30.0, 10.0  # seconds from the signal to the end, and from there until no process is left
+    script, launcher, arguments, iteration = "ppo_lstm_puffer.py", "", f"--env-id cartpole {SIZES}", 64 * 16
+    victims, limit, grace = ("script",), 30.0, 10.0  # seconds from the signal to the end, and until no process is left
     variables, new_group, pythons = {}, False, True  # pythons: SIGINT may have been Python's own to answer
     our_traceback = r"Traceback \(most recent call last\)"
 
@@ -146,21 +150,22 @@ class Chain:
 
     def command(self) -> list[str]:
         words = f"{self.arguments} {TINY} --total-timesteps 1_000_000_000 --output-dir out".split()
-        return [*self.launcher, str(ROOT / self.script), *words, *(["--resume", "latest"] if self.step else [])]
+        return [*self.launcher.split(), str(ROOT / self.script), *words, *(["--resume", "latest"] if self.step else [])]
 
     def start(self):
         self.mark, self.starts, self.began = uuid.uuid4().hex, self.starts + 1, time.monotonic()
         self.output = self.work / f"output{self.starts}"
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"} | self.variables
-        options = {"cwd": self.work, "env": environment, "stdin": subprocess.DEVNULL, "start_new_session": self.new_group}
+        options = {"cwd": self.work, "stdin": subprocess.DEVNULL, "start_new_session": self.new_group}
         with self.output.open("w") as file:
-            self.process = subprocess.Popen([sys.executable, *self.command()], stdout=file, stderr=file, **options)
+            words = [sys.executable, *self.command()]
+            self.process = subprocess.Popen(words, env=environment, stdout=file, stderr=file, **options)
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
     def steps(self) -> list[list[int]]:
-        """The steps logged since each time the script said where its run is; under torchrun it starts again by itself."""
+        """The steps logged since each time the script said where its run is; torchrun starts it again by itself."""
         parts = re.split(r"^run: .*$", self.text(), flags=re.MULTILINE)[1:]
         return [[int(step) for step in re.findall(r"^step=(\d+) ", part, re.MULTILINE)] for part in parts]
 
@@ -194,11 +199,11 @@ class Chain:
             record |= self.after(target, signum, handles, before)
             record["seconds"] = round(time.monotonic() - sent, 2)
         except (Loss, psutil.Error, OSError, ValueError) as error:
-            record["losses"].append(str(error) if isinstance(error, Loss) else f"{type(error).__name__}: {clean(str(error))}")
+            record["losses"].append(f"{type(error).__name__}: {clean(str(error))}")
         return record | ({"output": clean(self.text()[-3000:])} if record["losses"] else {})
 
     def stopped(self, target: str, early: bool, moment: float) -> tuple[psutil.Process, str, bool]:
-        """The victim, stopped: within the time that starting takes, or up to two seconds after the first iteration; and see `look`."""
+        """The victim, stopped while it starts, or up to two seconds after the first iteration; and what `look` says."""
         if early and (pause := self.began + moment * self.startup - time.monotonic()) > 0:
             time.sleep(pause)
         else:
@@ -221,8 +226,9 @@ class Chain:
 
     def after(self, target: str, signum: int, handles: bool, before) -> dict:
         """Waits for what must follow. Returns what else is recorded."""
-        # Before the script handles them, SIGTERM is the system's to answer, and SIGINT Python's (KeyboardInterrupt).
-        return self.settle({128 + signum} if handles and signum != KILL else {-signum, 130} if signum == INT else {-signum})
+        if handles and signum != KILL:
+            return self.settle({128 + signum})
+        return self.settle({-signum, 130} if signum == INT else {-signum})
 
     def settle(self, codes: set[int] | None) -> dict:
         """After the end: the exit code (None: any error), no process, no traceback, and what `check` says."""
@@ -232,8 +238,9 @@ class Chain:
         code, end = process.poll(), time.monotonic()
         left = left_behind(self.mark, self.grace)
         process.wait()
-        record, text = {"code": code, "seconds": round(end - sent, 2), "gone_s": round(time.monotonic() - end, 2)}, self.text()
-        early = "Fatal Python error: init_" in text  # Ctrl-C while the interpreter starts: no line of the script has run
+        record, text = {"code": code, "seconds": round(end - sent, 2)}, self.text()
+        record["gone_s"] = round(time.monotonic() - end, 2)
+        early = "Fatal Python error: init_" in text  # Ctrl-C while the interpreter starts: no line of ours has run
         if code is not None and not early and (code == 0 if codes is None else code not in codes):
             losses.append(f"exit code {code}, not {' or '.join(map(str, codes or ['an error']))}")
         if left:
@@ -247,7 +254,7 @@ class Chain:
         return record | {"step": self.step, "losses": losses}
 
     def check(self) -> list[str]:
-        """The newest checkpoint loads and is no older than the last one, and every start went on right where the checkpoint was."""
+        """The newest checkpoint loads and is no older than the last one, and every start went on right from it."""
         import ppo_lstm_puffer as ppo
 
         losses, iteration, last, messages = [], self.iteration, self.step, io.StringIO()
@@ -257,21 +264,21 @@ class Chain:
             if steps and (steps[0] not in first or steps != list(range(steps[0], steps[-1] + 1, iteration))):
                 losses.append(f"went on at step {steps[0]} (lines to {steps[-1]}), the checkpoint was at {last}")
             last = steps[-1] if steps else last
-        if not list(self.work.glob("out/*/trainer_state*.pt")):  # killed before the first one: the next start is a new one
+        if not list(self.work.glob("out/*/trainer_*.pt")):  # killed before the first: the next start is a new one
             return [*losses, "no checkpoint"] if last > iteration else losses
         try:
             with contextlib.redirect_stderr(messages):
-                folder = ppo.find_run("latest", str(self.work / "out"), "--resume")
-                state = ppo.load_checkpoint(folder, "--resume")
+                state = ppo.load_checkpoint("latest", str(self.work / "out"))
         except ppo.UsageError as error:
             return [*losses, f"the checkpoint does not load: {clean(str(error))}"]
         if messages.getvalue():
             losses.append(f"a checkpoint was skipped: {clean(messages.getvalue())}")
         if not max(self.step, last - iteration) <= state["step"]:
-            losses.append(f"the checkpoint is at step {state['step']}, before it was at {self.step}, and {last} was logged")
-        logged = [line["step"] for line in read_lines(pathlib.Path(folder, "metrics.jsonl"))]
-        if logged != list(range(iteration, iteration * len(logged) + 1, iteration)):
-            losses.append(f"metrics.jsonl does not have every step once: {len(logged)} lines to {logged[-1]}")
+            losses.append(f"the checkpoint is at step {state['step']}, after {self.step} before; {last} was logged")
+        rows = read_lines(pathlib.Path(state["folder"], "metrics.jsonl"))
+        logged = [row["step"] for row in rows if "exit_reason" not in row]
+        if logged != list(range(iteration, iteration * len(logged) + 1, iteration)) or len(rows) > len(logged) + 1:
+            losses.append(f"metrics.jsonl does not have every step once: {len(rows)} lines to {rows[-1]['step']}")
         self.step = state["step"]
         return losses
 
@@ -285,7 +292,7 @@ class Chain:
 class Workers(Chain):
     """The script with two environment workers. They ignore SIGINT and SIGTERM, which are the parent's to answer."""
 
-    arguments = "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --vec-backend multiprocessing --num-workers 2"
+    arguments = "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --vec-backend multiprocessing"
     victims, iteration = ("script", "worker"), 16 * 8
 
     def processes(self, target: str) -> list[psutil.Process]:
@@ -302,7 +309,7 @@ class Workers(Chain):
         late = [] if wait_until(self.over, 10) else ["not ended within 10 s of its worker"]
         record = self.settle({1})
         last = (self.text().rstrip().splitlines() or [""])[-1]
-        if not (last.startswith("error: ") and "worker" in last and "SIGKILL" in last):
+        if not (last.startswith("error: ") and "worker" in last and last.endswith("-9")):
             late.append(f"the last line does not give the reason: {clean(last)}")
         return record | {"losses": late + record["losses"]}
 
@@ -310,10 +317,8 @@ class Workers(Chain):
 class Ranks(Chain):
     """Two ranks under torchrun, which starts them again: after the kill of a rank the job must go on by itself."""
 
-    script, launcher = (
-        "ppo_lstm_puffer_ddp.py",
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"],
-    )
+    script = "ppo_lstm_puffer_ddp.py"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3"
     arguments = f"{Chain.arguments} --dist-timeout 60"
     victims, limit, struck = ("rank 0", "rank 1", "torchrun"), 60.0, None
     our_traceback = r'ppo_lstm_puffer_ddp\.py", line'  # torchrun has tracebacks of its own
@@ -342,7 +347,7 @@ class Ranks(Chain):
 
 
 class Sweep(Chain):
-    """A sweep with two workers, and its trials, which are runs of the script. `step` is the number of complete trials."""
+    """A sweep with two workers, and its trials, runs of the script. `step` is the number of complete trials."""
 
     victims, limit = ("sweep", "trial"), 60.0
     complete, known = {}, 0
@@ -398,20 +403,23 @@ class Sweep(Chain):
     def check(self) -> list[str]:
         """The study loads, and of its complete trials none is lost or changed."""
         trials = self.trials()
-        done = {trial.number: (trial.value, trial.params, trial.user_attrs) for trial in trials if trial.state.name == "COMPLETE"}
+        whole = [trial for trial in trials if trial.state.name == "COMPLETE"]
+        done = {trial.number: (trial.value, trial.params, trial.user_attrs) for trial in whole}
         lost = [number for number, content in self.complete.items() if done.get(number) != content]
         self.known, self.complete, self.step = self.started(), done, len(done)
         return [f"complete trials lost or changed: {lost}"] if lost else []
 
 
 class Start(Chain):
-    """A first start, whose compile cache is empty: a signal to its process group, then a start with what is in the cache, which must train."""
+    """A first start with an empty compile cache: a signal to its group; a second one with that cache must train."""
 
-    arguments = "--num-envs 64 --num-steps 8 --minibatch-size 128 --hidden-size 32 --total-timesteps 20000 --precision float32"
-    limit, grace, new_group, longest, cold = 3.0, 3.0, True, 900.0, 0.0  # cold: seconds that a first start takes to its first line
+    arguments = "--num-envs 64 --num-steps 8 --minibatch-size 128 --hidden-size 32 --total-timesteps 20000 "
+    arguments += "--precision float32 --output-dir out"
+    limit, grace, new_group, longest = 3.0, 3.0, True, 900.0
+    cold = 0.0  # seconds that a first start takes to its first line
 
     def command(self) -> list[str]:
-        return [str(ROOT / self.script), *self.arguments.split(), "--no-dashboard", "--output-dir", "out"]
+        return [str(ROOT / self.script), *self.arguments.split()]
 
     def first(self, moment: float):
         """Starts with an empty cache. Returns at the moment or the first line, whichever is sooner."""
@@ -429,16 +437,16 @@ class Start(Chain):
                 self.first(self.longest)
                 Start.cold = time.monotonic() - self.began
                 self.end()
-            # A quarter of them while it imports; the others anywhere up to just after the first line, most while it compiles.
+            # A quarter while it imports; the others anywhere up to just after the first line, most while it compiles.
             self.first(rng.uniform(0.2, 5 if rng.random() < 0.25 else 1.1 * self.cold))
             time.sleep(0.5 * rng.random() * self.ready())
             said = re.search("^(compiling|run: )", self.text(), re.MULTILINE)
             record["phase"] = "training" if self.ready() else "compiling" if said else "starting"
             record["after_s"] = round(time.monotonic() - self.began, 2)
-            # The first that the script imports from there comes after its first lines, which handle signals.
-            self.pythons = "site-packages" not in pathlib.Path(f"/proc/{self.process.pid}/maps").read_text()
+            self.pythons = not handles_signals(self.process.pid)
             os.killpg(self.process.pid, self.signum)
-            codes = {128 + self.signum, -self.signum} if self.signum != INT else {130, 1, -INT} if self.pythons else {130}
+            codes = {128 + self.signum, -self.signum} if self.pythons else {128 + self.signum}
+            codes = {-KILL} if self.signum == KILL else codes | {1} if self.pythons and self.signum == INT else codes
             record |= self.settle(codes)
             text = self.text()
             record["next_s"], losses = self.again()
@@ -449,8 +457,9 @@ class Start(Chain):
 
     def check(self) -> list[str]:
         """Ctrl-C is answered by one line."""
-        lines = re.findall("^.*(?:SIGINT|[Ii]nterrupt).*$", self.text(), re.MULTILINE)
-        return [f"{len(lines)} lines about Ctrl-C"] if self.signum == INT and not self.pythons and len(lines) != 1 else []
+        lines = re.findall("^(?:ended while starting|stopping: ).*$", self.text(), re.MULTILINE)
+        wrong = self.signum == INT and not self.pythons and len(lines) != 1
+        return [f"{len(lines)} lines about Ctrl-C"] * wrong
 
     def again(self) -> tuple[float, list[str]]:
         """The next start, with the same cache: its seconds, and what did not hold."""
@@ -458,7 +467,8 @@ class Start(Chain):
         wait_until(self.over, self.longest)
         code, lines, last = self.process.poll(), sum(map(len, self.steps())), self.text().strip().rpartition("\n")[2]
         self.end()
-        wrong = [f"the next start: exit code {code}, {lines} lines logged: {clean(last)}"] if code != 0 or lines < 2 else []
+        right = code == 0 and lines >= 2
+        wrong = [] if right else [f"the next start: exit code {code}, {lines} lines logged: {clean(last)}"]
         return round(time.monotonic() - self.began, 2), wrong
 
 
@@ -481,10 +491,12 @@ def kills(args) -> list[dict]:
                 if chain is None:
                     chain = kinds[kind][0](args.work / f"{kind}{number}")
                     last.callback(chain.end)  # after Ctrl-C too
-                record = {"kind": kind, "n": number} | chain.fault(random.Random(f"{args.seed} {kind} {number}"), number)
+                rng = random.Random(f"{args.seed} {kind} {number}")
+                record = {"kind": kind, "n": number} | chain.fault(rng, number)
                 append_line(file, record)
                 made.append(record)
-                words = " ".join(str(record.get(key, "-")) for key in ("target", "signal", "phase", "code", "seconds", "step"))
+                keys = ("target", "signal", "phase", "code", "seconds", "step")
+                words = " ".join(str(record.get(key, "-")) for key in keys)
                 bar.console.print(f"{kind} {number + 1}/{count}: {words} {record['losses'] or ''}", markup=False)
                 bar.update(task, advance=1, refresh=True)
                 if record["losses"]:  # its folder stays as it is, to be looked at
@@ -507,7 +519,8 @@ def inputs(args) -> list[dict]:
             examples = examples[: args.count]
             task = bar.add_task(kind, total=len(examples), completed=min(done[kind], len(examples)))
             for number, example in list(enumerate(examples))[done[kind] :]:
-                record = {"kind": kind, "n": number} | malformed.give(kind, example, args.work / f"{kind}{number}", base)
+                folder = args.work / f"{kind}{number}"
+                record = {"kind": kind, "n": number} | malformed.give(kind, example, folder, base)
                 append_line(file, record)
                 made.append(record)
                 if record["violation"]:
@@ -516,11 +529,11 @@ def inputs(args) -> list[dict]:
     return made
 
 
-# SOAK ---------------------------------------------------------------------------------------------------------------------
+# SOAK -----------------------------------------------------------------------------------------------------------------
 
 
 def machine_speed() -> float:
-    """Fixed pieces of work (a product, a pass over memory) per second of the processor: how fast the machine is at this moment.
+    """Fixed pieces of work (a product, a pass over memory) per second of the processor: how fast the machine is now.
 
     On a shared machine the same instructions take longer while neighbours are busy, by the processor's clock too.
     """
@@ -536,7 +549,8 @@ def machine_speed() -> float:
 def soak(args):
     """One run of Breakout with everything at its default, watched from outside."""
     os.environ["OMP_NUM_THREADS"] = "1"  # the run's, and here numpy's: not imported yet
-    command = [sys.executable, str(ROOT / "ppo_lstm_puffer.py"), "--total-timesteps", "1_000_000_000_000", "--output-dir", "soak"]
+    words = f"{ROOT / 'ppo_lstm_puffer.py'} --total-timesteps 1_000_000_000_000 --output-dir soak"
+    command = [sys.executable, *words.split()]
     samples, seconds, step = [], 3600 * args.hours, 0
     with (args.work / "soak.log").open("w") as log, progress_bar() as bar:
         process = subprocess.Popen(command, cwd=args.work, stdout=log, stderr=log)
@@ -554,8 +568,8 @@ def soak(args):
         finally:
             process.terminate()
             code = process.wait(300)  # a step is finished first
-    # By seconds of the processor: another program on the same core must not look like a drift of this. Relative to the fixed work: nor
-    # must one on the core beside it.
+    # By seconds of the processor: another program on the same core must not look like a drift of this. Relative to the
+    # fixed work: nor must one on the core beside it.
     every = max(1, len(samples) // 60)
     speed = []
     for part in (samples[i : i + every + 1] for i in range(0, len(samples) - every, every)):
@@ -583,12 +597,15 @@ def soak_lines(content: dict) -> list[str]:
         return f"{line.slope:+.1f} ± {line.stderr:.1f} % per hour"
 
     threads, files = (f"{column.min():.0f} to {column.max():.0f}" for column in samples.T[2:4])
+    how = f"{content['steps'] / 1e6:.1f} M steps, ended by SIGTERM with exit code {content['code']}"
+    memory = f"{samples[0, 1]:.1f} MiB at first, {samples[-1, 1]:.1f} at last, {samples[:, 1].max():.1f} at most"
     return [
-        f"Breakout for {60 * content['hours']:.0f} minutes, {content['steps'] / 1e6:.1f} M steps, ended by SIGTERM with exit code {content['code']}. After the first sixth of the time:",
+        f"Breakout for {60 * content['hours']:.0f} minutes, {how}. After the first sixth of the time:",
         "",
-        f"- memory: {samples[0, 1]:.1f} MiB at first, {samples[-1, 1]:.1f} at last, {samples[:, 1].max():.1f} at most; slope {slope:+.2f} MiB per hour",
-        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor; slope {drift(speed[:, 1])} (standard error). That of a fixed "
-        f"piece of work done beside it, {drift(speed[:, 2])}; of the one relative to the other, {drift(speed[:, 1] / speed[:, 2])}",
+        f"- memory: {memory}; slope {slope:+.2f} MiB per hour",
+        f"- speed: {speed[:, 1].mean():,.0f} steps per second of the processor; slope {drift(speed[:, 1])} (standard "
+        f"error). That of a fixed piece of work done beside it, {drift(speed[:, 2])}; of the one relative to the "
+        f"other, {drift(speed[:, 1] / speed[:, 2])}",
         f"- threads: {threads}; open files: {files}",
     ]
 
@@ -617,7 +634,7 @@ def soak_figure(content: dict, path: pathlib.Path):
     plt.close(figure)
 
 
-# REPORT -------------------------------------------------------------------------------------------------------------------
+# REPORT ---------------------------------------------------------------------------------------------------------------
 
 
 def table(header: list[str], rows: list[list]) -> list[str]:
@@ -626,21 +643,26 @@ def table(header: list[str], rows: list[list]) -> list[str]:
 
 def of_kills(killed: list[dict], what: str = "kills") -> list[str]:
     losses = [record for record in killed if record["losses"]]
-    lines = [f"## {what.capitalize()}", "", f"`python benchmark/faults.py {what}`: {len(killed)} kills, losses: {len(losses)}.", ""]
+    lines = [f"## {what.capitalize()}", ""]
+    lines += [f"`python benchmark/faults.py {what}`: {len(killed)} kills, losses: {len(losses)}.", ""]
     rows = []
     for kind, target in dict.fromkeys((record["kind"], record["target"]) for record in killed):
         some = [record for record in killed if (record["kind"], record["target"]) == (kind, target)]
         signals = collections.Counter(record["signal"] for record in some)
         seconds = sorted(record["seconds"] for record in some if "seconds" in record) or [float("nan")]
         row = [kind, target, signals["SIGKILL"], signals["SIGTERM"], signals["SIGINT"]]
-        rows.append([*row, f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}", sum(bool(one["losses"]) for one in some)])
+        took = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}"
+        rows.append([*row, took, sum(bool(one["losses"]) for one in some)])
     spread = "seconds until it had ended, or gone on: median, most"
     lines += table(["kind", "victim", "SIGKILL", "SIGTERM", "SIGINT", spread, "losses"], rows)
     phases = [phase for phase, _ in collections.Counter(record["phase"] for record in killed).most_common()]
-    hits = {kind: collections.Counter(record["phase"] for record in killed if record["kind"] == kind) for kind in CAMPAIGNS[what]}
+    hits = {}
+    for kind in CAMPAIGNS[what]:
+        hits[kind] = collections.Counter(record["phase"] for record in killed if record["kind"] == kind)
     lines += [f"What the victim was doing, by its {'stack' if what == 'kills' else 'output'}:", ""]
     lines += table(["kind", *phases], [[kind, *(hit[phase] or "" for phase in phases)] for kind, hit in hits.items()])
-    unknown = "`unknown`: an interpreter that py-spy could not read, most of them not up yet; `end`: after the training loop."
+    unknown = "`unknown`: an interpreter that py-spy could not read, most of them not up yet; "
+    unknown += "`end`: after the training loop."
     lines += [unknown, ""] if what == "kills" else []
     notes = collections.Counter(record["note"] for record in killed if "note" in record)
     lines += [f"{count} times: {note}." for note, count in notes.items()] + [""] * bool(notes)
@@ -652,14 +674,17 @@ def of_kills(killed: list[dict], what: str = "kills") -> list[str]:
 
 def of_inputs(given: list[dict]) -> list[str]:
     wrong = [record for record in given if record["violation"]]
-    lines = ["## Malformed input", "", f"`python benchmark/faults.py inputs`: {len(given)} inputs, violations: {len(wrong)}.", ""]
+    lines = ["## Malformed input", ""]
+    lines += [f"`python benchmark/faults.py inputs`: {len(given)} inputs, violations: {len(wrong)}.", ""]
     rows = []
     for kind in dict.fromkeys(record["kind"] for record in given):
         some = [record for record in given if record["kind"] == kind]
         codes = collections.Counter(record["code"] for record in some)
         others = ", ".join(f"{code}: {count}" for code, count in codes.items() if code not in (0, 1, 2))
-        rows.append([kind, len(some), codes[2], codes[1], codes[0], others, sum(bool(record["violation"]) for record in some)])
-    header = ["kind", "inputs", "refused (exit code 2)", "failed with a reason (1)", "ran (0)", "other exit codes", "violations"]
+        violations = sum(bool(record["violation"]) for record in some)
+        rows.append([kind, len(some), codes[2], codes[1], codes[0], others, violations])
+    header = ["kind", "inputs", "refused (exit code 2)", "failed with a reason (1)", "ran (0)", "other exit codes"]
+    header.append("violations")
     lines += table(header, rows)
     for violation, count in collections.Counter(record["violation"] for record in wrong).most_common():
         first = next(record for record in wrong if record["violation"] == violation)
@@ -672,20 +697,28 @@ def report(args):
     lines = ["# Faults on purpose", "", "Made by `benchmark/faults.py`, which says what must hold.", ""]
     records = {name: read_lines(args.out / f"{name}.jsonl") for name in ("kills", "starts", "inputs")}
     made = [record for some in records.values() for record in some if record["kind"] == "facts"]
-    for name, section in (("kills", of_kills), ("starts", functools.partial(of_kills, what="starts")), ("inputs", of_inputs)):
+    starts = functools.partial(of_kills, what="starts")
+    for name, section in (("kills", of_kills), ("starts", starts), ("inputs", of_inputs)):
         if some := [record for record in records[name] if record["kind"] != "facts"]:
             lines += section(some)
     if (args.out / "soak.json").exists():
         content = json.loads((args.out / "soak.json").read_text())
         made.append(content)
         soak_figure(content, args.out / "soak.png")
-        lines += ["## Soak", "", f"`python benchmark/faults.py soak --hours {content['hours']:g}`: ", "", *soak_lines(content), ""]
+        lines += [
+            "## Soak",
+            "",
+            f"`python benchmark/faults.py soak --hours {content['hours']:g}`: ",
+            "",
+            *soak_lines(content),
+            "",
+        ]
         lines += ["![memory, threads, open files and speed over time](soak.png)", ""]
     if (args.out / "notes.md").exists():
         lines += ["## What was found", "", (args.out / "notes.md").read_text().strip(), ""]
     commits = ", ".join(dict.fromkeys(record["commit"] for record in made))
-    versions = ", ".join(dict.fromkeys(f"{name} {version}" for record in made for name, version in record["versions"].items()))
-    lines += ["## Versions", "", f"Commit {commits}; {versions}."]
+    versions = dict.fromkeys(f"{name} {version}" for record in made for name, version in record["versions"].items())
+    lines += ["## Versions", "", f"Commit {commits}; {', '.join(versions)}."]
     (args.out / "report.md").write_text("\n".join(lines) + "\n")
 
 
@@ -697,7 +730,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the kills: victims, signals, moments")
     parser.add_argument("--hours", type=float, default=1.0, help="of the soak")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmark/reports/faults")
-    parser.add_argument("--work", type=pathlib.Path, help="where the runs are written, and stay; default: a temporary folder")
+    parser.add_argument(
+        "--work", type=pathlib.Path, help="where the runs are written, and stay; default: a temporary folder"
+    )
     args = parser.parse_args(words)
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)

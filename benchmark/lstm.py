@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    ppo.compile_hot_functions("default", num_steps=64)
+    ppo.compile_hot_functions()
     rows = []
     for precision in ("float32", "bfloat16"):
         for T, N in ((16, 256), (32, 128), (64, 64), (64, 256)):
@@ -57,20 +57,9 @@ def main():
                     if repeat >= 3:
                         times[name].append(time.perf_counter() - start)
             speed = {name: T * N / statistics.median(values) for name, values in times.items()}
-            rows.append(
-                {
-                    "precision": precision,
-                    "T": T,
-                    "N": N,
-                    "threads": torch.get_num_threads(),
-                    **speed,
-                    "ratio": speed["ours"] / speed["library"],
-                }
-            )
-            print(
-                f"{precision} T={T} N={N}: with resets {speed['ours']:,.0f} steps/s, library without {speed['library']:,.0f}, ratio {rows[-1]['ratio']:.2f}",
-                flush=True,
-            )
+            row = {"precision": precision, "T": T, "N": N, "threads": torch.get_num_threads()} | speed
+            rows.append(row | {"ratio": speed["ours"] / speed["library"]})
+            print(json.dumps(rows[-1]), flush=True)  # steps per second, and the first by the second
     if args.out:
         args.out.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What faults.py and malformed.py share: texts without this machine's paths, and the processes that a start has left behind."""
+"""What faults.py and malformed.py share: texts without this machine's paths, and processes that were left behind."""
 
 import contextlib
 import os
@@ -16,7 +16,8 @@ MARK = "FAULTS_MARK"  # an environment variable that all processes of a start ha
 
 def clean(text: str) -> str:
     """Without the paths of this machine."""
-    for path, name in ((ROOT, "REPOSITORY"), (sys.prefix, "VENV"), (sys.base_prefix, "PYTHON"), (tempfile.gettempdir(), "TMP")):
+    names = {ROOT: "REPOSITORY", sys.prefix: "VENV", sys.base_prefix: "PYTHON", tempfile.gettempdir(): "TMP"}
+    for path, name in names.items():
         text = text.replace(str(path), name)
     return text
 

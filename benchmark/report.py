@@ -1,10 +1,10 @@
 """From the cells that run.py left to report.md and its figures, in the same folder; and a comparison of any two runs.
 
     python benchmark/report.py benchmark/reports/cpu-bf16      # or auto, as run.py's --out
-    python benchmark/report.py compare A B --out DIR      # each a cell's JSON or the folder of a run; compare.png goes to DIR
+    python benchmark/report.py compare A B --out DIR           # each a cell's JSON or a run's folder; makes compare.png
 
-The report says what was measured and nothing else: a group without cells has no section. DIR/notes.md, if there is one, is
-included as "What was tried". Times count from the start of the process, for every program: imports and compilation included.
+The report says what was measured and nothing else: a group without cells has no section. DIR/notes.md, if there is one,
+is included as "What was tried". Times count from the start of the process, for every program: with imports, compiling.
 """
 
 import argparse
@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
-from run import ROOT, as_curve, report_folder, steady_speed
+from run import ROOT, from_rows, read_rows, report_folder
 
 NAMES = {
     "two_ranks": "ours, two ranks",
@@ -34,34 +34,24 @@ NAMES = {
     "sb3": "RecurrentPPO (SB3-contrib)",
     "sample_factory": "Sample Factory",
 }
-COLORS = {
-    "ours": "#0072B2",
-    "two_ranks": "#56B4E9",
-    "pufferl": "#D55E00",
-    "sb3": "#009E73",
-    "sample_factory": "#CC79A7",
-}  # Okabe and Ito's
+# Okabe and Ito's
+COLORS = {"ours": "#0072B2", "two_ranks": "#56B4E9", "pufferl": "#D55E00", "sb3": "#009E73"}
+COLORS |= {"sample_factory": "#CC79A7"}
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850), "environments:CueRecall-v0": (0.5, 0.95)}
 # Steady speed by PuffeRL's, the share of its seconds to a score of 380, seconds to 850: what is promised.
 PROMISED = {"AVX2": (1.5, 0.3, "three tenths", 720)}
 PROMISED_BF16 = (2.5, 0.2, "one fifth", 240)
 SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
-plt.rcParams |= {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+plt.rcParams |= {"legend.frameon": False, "figure.constrained_layout.use": True}
 
 
-# Numbers: pure functions of cells -----------------------------------------------------------------------------------------
+# Numbers: pure functions of cells -------------------------------------------------------------------------------------
 
 
 def from_start(cell: dict) -> np.ndarray:
-    """The curve's times (seconds) counted from the start of the process instead of from wherever the program begins to count."""
+    """The curve's times (seconds) from the start of the process, instead of from where the program begins to count."""
     times = np.array(cell["curve"]["time"], float)
     return times + (cell.get("seconds_to_first_update") or times[0]) - times[0] if len(times) else times
 
@@ -85,7 +75,9 @@ def last_score(cell: dict) -> float:
 def time_to_score(cell: dict, score: float) -> tuple[float, float]:
     """Seconds and steps until the mean of three logged scores reaches score; infinite if it never did."""
     reached = np.flatnonzero(smooth(cell["curve"]["score"]) >= score)
-    return (float(from_start(cell)[reached[0]]), float(cell["curve"]["step"][reached[0]])) if len(reached) else (np.inf, np.inf)
+    if not len(reached):
+        return np.inf, np.inf
+    return float(from_start(cell)[reached[0]]), float(cell["curve"]["step"][reached[0]])
 
 
 def flops_per_step(arguments: dict, env_id: str) -> float:
@@ -101,10 +93,11 @@ def ratio_of_medians(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray
 
 
 def interval(statistic: Callable, *samples: list[float]) -> str:
-    """95 % bootstrap confidence interval (percentiles of 9999 resamplings, with a fixed seed), if there is enough to resample."""
+    """95 % bootstrap confidence interval (percentiles of 9999 resamplings, a fixed seed), if that many can be drawn."""
     if min(map(len, samples)) < 2 or not np.isfinite(np.concatenate(samples)).all():
         return "-"
-    ci = scipy.stats.bootstrap(samples, statistic, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    rng = np.random.default_rng(0)
+    ci = scipy.stats.bootstrap(samples, statistic, method="percentile", rng=rng).confidence_interval
     return f"{number(ci.low)} to {number(ci.high)}"
 
 
@@ -127,7 +120,7 @@ def group_by(cells: list[dict], *keys: str) -> dict:
 
 
 def ceiling_share(cell: dict, cells: list[dict]) -> float | None:
-    """Percent of its precision's ceiling, at as many threads as all its ranks have, that a run of ours reaches; the median of the ceilings."""
+    """Percent of its precision's (median) ceiling, at as many threads as all its ranks have, that a run reaches."""
     if cell["program"] != "ours" or cell["env_id"] not in SHAPES or not cell["sps_steady"]:
         return None
     ranks = cell.get("ranks", {}).get("world_size", 1)
@@ -137,11 +130,13 @@ def ceiling_share(cell: dict, cells: list[dict]) -> float | None:
     return 100 * flops / (float(np.median(ceilings)) * 1e9) if ceilings else None
 
 
-# Words --------------------------------------------------------------------------------------------------------------------
+# Words ----------------------------------------------------------------------------------------------------------------
 
 
 def number(value: float) -> str:
-    return "never" if np.isinf(value) else "-" if np.isnan(value) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if np.isinf(value) or np.isnan(value):
+        return "never" if np.isinf(value) else "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread(values: list[float | None], unit: str = "") -> str:
@@ -150,7 +145,21 @@ def spread(values: list[float | None], unit: str = "") -> str:
     if not values or np.isinf(min(values)):
         return "never" if values else "-"
     middle = number(float(np.median(values))) + (unit if np.isfinite(np.median(values)) else "")
-    return f"{middle} ({number(min(values))} to {number(max(values))}, n = {len(values)})" if len(values) > 1 else middle
+    most = f" ({number(min(values))} to {number(max(values))}, n = {len(values)})"
+    return middle + most * (len(values) > 1)
+
+
+def spread_of(cells: list[dict], key: str, unit: str = "") -> str:
+    return spread([cell[key] for cell in cells], unit)
+
+
+def label(name: str) -> str:
+    return NAMES.get(name, name)
+
+
+def played(cells: list[dict]) -> list[float]:
+    """Scores with the most likely actions, of those that were played."""
+    return [cell["played"]["episodic_return"]["mean"] for cell in cells if "played" in cell]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -167,7 +176,7 @@ def targets(cells: list[dict]) -> str:
 
     runs = group_by([cell for cell in kinds["learning"] if cell["env_id"] == "breakout"], "name")
     for name in dict.fromkeys(cell["name"] for cell in kinds["speed"] + kinds["learning"] if cell["program"] == "ours"):
-        who = "" if name == "ours" else f" ({NAMES.get(name, name)})"
+        who = "" if name == "ours" else f" ({label(name)})"
         for peer, least in (("pufferl", faster), ("sb3", 20)):
             if paired := ratios(kinds["speed"], name, peer):
                 measured = f"{spread(paired, ' times')}, 95 % interval {interval(np.median, paired)}"
@@ -176,17 +185,21 @@ def targets(cells: list[dict]) -> str:
         ours, peers = ([time_to_score(cell, 380)[0] for cell in runs[program]] for program in (name, "pufferl"))
         if ours and peers:
             share = np.median(ours) / np.median(peers) if np.isfinite(np.median(ours)) else np.inf
-            measured = f"{spread(ours, ' s')} against {spread(peers, ' s')}: {share:.2f}, 95 % interval {interval(ratio_of_medians, ours, peers)}"
-            add(f"seconds to a mean score of 380 against PuffeRL's{who}", f"at most {part_words}", measured, share <= part)
+            measured = f"{spread(ours, ' s')} against {spread(peers, ' s')}: {share:.2f}"
+            measured += f", 95 % interval {interval(ratio_of_medians, ours, peers)}"
+            what = f"seconds to a mean score of 380 against PuffeRL's{who}"
+            add(what, f"at most {part_words}", measured, share <= part)
         if solved := [time_to_score(cell, 850)[0] for cell in runs[name]]:
             what = f"Breakout solved (mean score 850), every seed{who}"
             add(what, f"under {within} s", spread(solved, " s"), max(solved) < within)
-        if played := [(cell["played"]["episodic_return"]["mean"], cell["wall_seconds"]) for cell in runs[name] if "played" in cell]:
-            scores, seconds = map(list, zip(*played))
-            what = f"Breakout solved (850 with its most likely actions, 128 games), every seed, seconds from the command to its end{who}"
+        if scores := played(runs[name]):
+            seconds = [cell["wall_seconds"] for cell in runs[name] if "played" in cell]
+            what = "Breakout solved (850 with its most likely actions, 128 games), every seed, "
+            what += f"seconds from the command to its end{who}"
             measured = f"{spread(scores)} after {spread(seconds, ' s')}"
             add(what, f"850 under {within} s", measured, min(scores) >= 850 and max(seconds) < within)
-        if shares := [share for cell in kinds["speed"] if cell["name"] == name and (share := ceiling_share(cell, cells))]:
+        shares = [ceiling_share(cell, cells) for cell in kinds["speed"] if cell["name"] == name]
+        if shares := [share for share in shares if share]:
             what = f"share of the {precisions(kinds['speed'])} matrix-product ceiling{who}"
             add(what, "at least 50 %", spread(shares, " %"), np.median(shares) >= 50)
     warm = [cell["seconds_to_first_update"] for cell in kinds["startup"] if cell["name"] == "ours" and not cell["cold"]]
@@ -201,53 +214,50 @@ def targets(cells: list[dict]) -> str:
 
 
 def speed_section(cells: list[dict]) -> str:
-    text = "From half of each run's seconds to its end, so compilation does not count. Pairs are runs of the same round.\n"
+    text = "From half of each run's seconds to its end, so compilation does not count. "
+    text += "Pairs are runs of the same round.\n"
     for (group, env_id), runs in group_by(cells, "group", "env_id").items():
         names, rows = group_by(runs, "name"), []
         reference = next((peer for peer in ("pufferl", "sb3") if peer in names), next(iter(names)))
         for name, some in names.items():
             paired = ratios(runs, name, reference) if name != reference else []
-            columns = [spread([cell[key] for cell in some]) for key in ("sps_steady", "peak_rss_mib")]
-            rows.append([NAMES.get(name, name), *columns, spread(paired), interval(np.median, paired) if paired else "-"])
-        head = [
-            "program",
-            "steps/s",
-            "peak memory of all its processes, MiB",
-            f"times {NAMES.get(reference, reference)}, paired",
-            "95 % interval",
-        ]
+            columns = [spread_of(some, key) for key in ("sps_steady", "peak_rss_mib")]
+            within = interval(np.median, paired) if paired else "-"
+            rows.append([label(name), *columns, spread(paired), within])
+        head = ["program", "steps/s", "peak memory of all its processes, MiB"]
+        head += [f"times {label(reference)}, paired", "95 % interval"]
         text += f"\n**{group}**, {env_id}\n\n{table(head, rows)}"
     return text
 
 
 def learning_section(cells: list[dict]) -> str:
-    text = "A score is reached when the mean of three logged scores reaches it. Seconds count from the start of the process.\n"
+    text = "A score is reached when the mean of three logged scores reaches it. "
+    text += "Seconds count from the start of the process.\n"
     environments = group_by(cells, "env_id")
     if len(environments) > 1 and "pufferl" in {cell["name"] for cell in cells}:
         text += f"\n{against_pufferl(environments)}"
     for env_id, runs in environments.items():
         names = group_by(runs, "name")
-        rows = [["score at the end", *(spread(list(map(last_score, some))) for some in names.values())]]
-        rows.append(["million steps", *(spread([cell["curve"]["step"][-1] / 1e6 for cell in some]) for some in names.values())])
-        played = [[cell["played"]["episodic_return"]["mean"] for cell in some if "played" in cell] for some in names.values()]
-        if any(played):
-            rows.append(["score with its most likely actions, 128 games", *map(spread, played)])
-        rows.append(
-            ["seconds from the command to its end", *(spread([cell["wall_seconds"] for cell in some]) for some in names.values())]
-        )
+        each = list(names.values())
+        rows = [["score at the end", *(spread(list(map(last_score, some))) for some in each)]]
+        rows.append(["million steps", *(spread([cell["curve"]["step"][-1] / 1e6 for cell in some]) for some in each)])
+        if any(map(played, each)):
+            rows.append(["score with its most likely actions, 128 games", *(spread(played(some)) for some in each)])
+        rows.append(["seconds from the command to its end", *(spread_of(some, "wall_seconds") for some in each)])
         for score in SCORES.get(env_id, ()):
-            reached = [[time_to_score(cell, score) for cell in some] for some in names.values()]
+            reached = [np.array([time_to_score(cell, score) for cell in some]).T / [[1], [1e6]] for some in each]
             if not all(np.isinf(one).all() for one in reached):
-                rows.append([f"seconds to {score}", *(spread([seconds for seconds, _ in one]) for one in reached)])
-                rows.append([f"million steps to {score}", *(spread([steps / 1e6 for _, steps in one]) for one in reached)])
-        text += f"\n{table([env_id, *(NAMES.get(name, name) for name in names)], rows)}"
+                rows.append([f"seconds to {score}", *(spread(seconds.tolist()) for seconds, _ in reached)])
+                rows.append([f"million steps to {score}", *(spread(steps.tolist()) for _, steps in reached)])
+        text += f"\n{table([env_id, *map(label, names)], rows)}"
     return text
 
 
 def against_pufferl(environments: dict[str, list[dict]]) -> str:
     """Final scores on every environment, the time to PuffeRL's, and the interquartile mean over all of them."""
     rows, worse, quick = [], [], []
-    both = {env_id: runs for env_id, runs in environments.items() if {"ours", "pufferl"} <= {cell["name"] for cell in runs}}
+    pair = {"ours", "pufferl"}
+    both = {env_id: runs for env_id, runs in environments.items() if pair <= {cell["name"] for cell in runs}}
     for env_id, runs in both.items():
         ours, theirs = (group_by(runs, "name")[name] for name in ("ours", "pufferl"))
         low, high = first_score(runs), float(np.median(list(map(last_score, theirs))))
@@ -264,16 +274,22 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
     head = ["environment", "untrained", "ours", "PuffeRL", "ours - PuffeRL"]
     head += ["seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
     scores = {name: normalized_scores(both, name) for name in ("ours", "pufferl")}
-    means = [[NAMES.get(name, name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))] for name, some in scores.items()]
-    return f"""Final scores: median (least to most, number of runs); ours - PuffeRL: 95 % bootstrap interval of the difference of the means. A final
+    means = [
+        [label(name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))] for name, some in scores.items()
+    ]
+    left = ", ".join(env_id for env_id in environments if env_id not in both)
+    return f"""Final scores: median (least to most, number of runs); ours - PuffeRL: 95 % bootstrap interval of the \
+difference of the means. A final
 score counts as reached 1 % below it, of the way from the untrained.
 
 {table(head, rows)}
-The target: no environment worse, and half of PuffeRL's final scores reached in a third of its time. Worse: {", ".join(worse) or "none"}.
+The target: no environment worse, and half of PuffeRL's final scores reached in a third of its time. \
+Worse: {", ".join(worse) or "none"}.
 In a third of the time or less: {len(quick)} of {len(rows)}{": " if quick else ""}{", ".join(quick)}.
-{"" if both == environments else "Not compared, because one of the two logged no score in that time: " + ", ".join(env_id for env_id in environments if env_id not in both) + "."}
+{left and f"Not compared, because one of the two logged no score in that time: {left}."}
 
-The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval (Agarwal et al. 2021).
+The interquartile mean of the final scores over all environments and runs, with a stratified bootstrap interval \
+(Agarwal et al. 2021).
 0 is the score of the untrained, 1 the best final score of any run here.
 
 {table(["", "interquartile mean", "95 % interval", "runs per environment"], means)}"""
@@ -290,7 +306,7 @@ def iqm(*environments: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndarray:
-    """(runs, environments): final scores, 0 for the untrained, 1 for the best of all; as many runs as every environment has."""
+    """(runs, environments): final scores, 0: untrained, 1: the best of all; as many runs as every environment has."""
     columns = []
     for runs in environments.values():
         low, high = first_score(runs), max(map(last_score, runs))
@@ -300,7 +316,7 @@ def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndar
 
 
 def ranks_section(cells: list[dict]) -> str:
-    """The first program of a group is one rank on a core; another's efficiency is its speed by its number of ranks, x, times the first's."""
+    """The first program of a group is one rank on a core; another's efficiency: its speed by x ranks times that."""
     parts = ["Two cores; in turn, so that the machine's drift hurts all alike.\n"]
     for group, runs in group_by(cells, "group").items():
         names, rows = group_by(runs, "name"), []
@@ -310,16 +326,11 @@ def ranks_section(cells: list[dict]) -> str:
             share = spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %") if x else "-"
             efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"
             sizes = " / ".join(f"{some[0]['arguments'][key]:,}" for key in ("num_envs", "minibatch_size"))
-            speed = spread([cell["sps_steady"] for cell in some])
-            rows.append([name, sizes, speed, spread(paired) if name != base else "-", efficiency, share])
-        head = [
-            "",
-            "environments / minibatch",
-            "steps/s",
-            f"times {base}, paired",
-            "of ideal scaling from it",
-            "waiting for sums over ranks",
-        ]
+            rows.append(
+                [name, sizes, spread_of(some, "sps_steady"), spread(paired) if name != base else "-", efficiency, share]
+            )
+        head = ["", "environments / minibatch", "steps/s", f"times {base}, paired", "of ideal scaling from it"]
+        head.append("waiting for sums over ranks")
         parts.append(f"**{group}**\n\n{table(head, rows)}")
     return "\n".join(parts)
 
@@ -328,38 +339,34 @@ def startup_section(cells: list[dict]) -> str:
     rows = []
     for name, some in group_by(cells, "name").items():
         both = group_by(some, "cold")
-        rows.append(
-            [
-                NAMES.get(name, name),
-                *(spread([cell["seconds_to_first_update"] for cell in both[cold]], " s") for cold in (True, False)),
-            ]
-        )
+        rows.append([label(name), *(spread_of(both[cold], "seconds_to_first_update", " s") for cold in (True, False))])
     text = "From the start of the process to the first line of metrics after an update.\n\n"
     return text + table(["program", "cold: an empty compile cache", "warm"], rows)
 
 
 def ceiling_section(cells: list[dict]) -> str:
-    rows = []
+    rows, shares, dtypes = [], [], ["bfloat16", "float32"]
     ceilings = [cell["ceiling"] for cell in cells if "ceiling" in cell]
     for threads in sorted({key for ceiling in ceilings for key in ceiling}):
-        rows.append(
-            [threads, *(spread([one[threads][dtype] for one in ceilings if threads in one]) for dtype in ("bfloat16", "float32"))]
-        )
-    text = f"The fastest of several shapes of matrix product, GFLOP/s:\n\n{table(['threads', 'bfloat16', 'float32'], rows)}"
-    shares = []
-    for (group, name, env_id), some in group_by(
-        [cell for cell in cells if ceiling_share(cell, cells)], "group", "name", "env_id"
-    ).items():
+        some = [ceiling[threads] for ceiling in ceilings if threads in ceiling]
+        rows.append([threads, *(spread_of(some, dtype) for dtype in dtypes)])
+    text = f"The fastest of several shapes of matrix product, GFLOP/s:\n\n{table(['threads', *dtypes], rows)}"
+    known = [cell for cell in cells if ceiling_share(cell, cells)]
+    for (group, name, env_id), some in group_by(known, "group", "name", "env_id").items():
         if some[0]["kind"] != "startup":
             mflop = flops_per_step(some[0]["arguments"], env_id) / 1e6
             shares.append([group, name, f"{mflop:.2f}", spread([ceiling_share(cell, cells) for cell in some], " %")])
     if not shares:
         return text
     return f"""{text}
-Training's share of the {precisions(cells)} ceiling at the same number of threads. With observations of width D, L logits, hidden width H, segments
-of T steps and E epochs, a forward pass costs F = 2 (D H + 8 H² + H (L + 1)) operations per step: encoder, LSTM, two heads. The rollout
-takes F (1 + 1/T), with the value after the segment; the update E (3 F - 2 D H): forward, the gradients of weights and of inputs, but for
-that of the observation. Pointwise functions, environments, and Muon's own products are not counted, though they take time.
+Training's share of the {precisions(cells)} ceiling at the same number of threads. With observations of width D, \
+L logits, hidden width H, segments
+of T steps and E epochs, a forward pass costs F = 2 (D H + 8 H² + H (L + 1)) operations per step: encoder, LSTM, \
+two heads. The rollout
+takes F (1 + 1/T), with the value after the segment; the update E (3 F - 2 D H): forward, the gradients of weights \
+and of inputs, but for
+that of the observation. Pointwise functions, environments, and Muon's own products are not counted, though they \
+take time.
 
 {table(["group", "run", "MFLOP per environment step", "share of the ceiling"], shares)}"""
 
@@ -369,7 +376,7 @@ def precisions(cells: list[dict]) -> str:
 
 
 def machine(cells: list[dict], folder: pathlib.Path) -> str:
-    """The CPU, its instruction set and the commits, in a line. What is stored in the repository without its instruction set is of one machine."""
+    """CPU, instruction set (what is stored here without one is all of one machine) and commits, in a line."""
     unknown = "AVX512-BF16" if folder.resolve().parent == ROOT / "benchmark/reports" else "instruction set not noted"
     found = [cell["hardware"] for cell in cells]
     cpus = {(one["cpu"], one.get("instruction_set", unknown), f"{one['cores']} cores") for one in found}
@@ -386,29 +393,26 @@ def provenance(cells: list[dict]) -> str:
     def listed(mapping: dict) -> str:
         return ", ".join(f"{key} {value}" for key, value in sorted(mapping.items()) if value is not None)
 
+    versions = (f"{label(cell['program'])}: {listed(cell.get('versions', {}))}" for cell in cells)
+    notes = (f"{label(cell['program'])}: {cell['note']}" for cell in cells if cell.get("note"))
     rows = [
         ["hardware", distinct(listed(cell["hardware"]) for cell in cells)],
-        [
-            "versions",
-            distinct(f"{NAMES.get(cell['program'], cell['program'])}: {listed(cell.get('versions', {}))}" for cell in cells),
-        ],
-        ["peers' settings", distinct(f"{NAMES.get(cell['program'])}: {cell['note']}" for cell in cells if cell.get("note"))],
-        ["commit", distinct(f"{cell['git_commit'][:12]}{' with changes' if cell['git_dirty'] else ''}" for cell in cells)],
+        ["versions", distinct(versions)],
+        ["peers' settings", distinct(notes)],
+        ["commit", distinct(f"{cell['git_commit'][:12]}{' with changes' * cell['git_dirty']}" for cell in cells)],
         ["first and last start", f"{cells[0]['started']}, {cells[-1]['started']}"],
-        ["load average before a cell", spread([cell["load_before"] for cell in cells])],
+        ["load average before a cell", spread_of(cells, "load_before")],
     ]
-    commands = []
+    text = f"{table(['', ''], rows)}\nThe commands, in the repository's folder; DIR is where the metrics go.\n\n```\n"
     for (group, name, env_id), some in group_by(cells, "group", "name", "env_id").items():
-        seeds, cores = (", ".join(map(str, values)) for values in (sorted(cell["seed"] for cell in some), some[0]["cores"]))
-        commands.append(f"# {group}: {name}, {env_id}; seeds {seeds}; cores {cores}{'; empty compile cache' * some[0]['cold']}")
-        commands.append(
-            " ".join([f"{key}={value}" for key, value in some[0]["environment"].items()] + [shlex.join(some[0]["command"])])
-        )
-    lines = "\n".join(commands)
-    return f"{table(['', ''], rows)}\nThe commands, in the repository's folder; DIR is where the metrics go.\n\n```\n{lines}\n```\n"
+        one, seeds = some[0], ", ".join(map(str, sorted(cell["seed"] for cell in some)))
+        cores = ", ".join(map(str, one["cores"])) + "; empty compile cache" * one["cold"]
+        words = [*(f"{key}={value}" for key, value in one["environment"].items()), shlex.join(one["command"])]
+        text += f"# {group}: {name}, {env_id}; seeds {seeds}; cores {cores}\n{' '.join(words)}\n"
+    return text + "```\n"
 
 
-# Figures ------------------------------------------------------------------------------------------------------------------
+# Figures --------------------------------------------------------------------------------------------------------------
 
 
 def color(name: str, index: int = 0) -> str:
@@ -428,9 +432,10 @@ def plot_speed(cells: list[dict], path: pathlib.Path):
         for row, (name, some) in enumerate(names.items()):
             speeds = np.array([cell["sps_steady"] / 1000 for cell in some])
             axis.barh(row, np.median(speeds), color=color(name, row), alpha=0.5, height=0.6)
-            axis.plot(speeds, np.linspace(row - 0.15, row + 0.15, len(speeds)), "o", color=color(name, row), markersize=4)
+            heights = np.linspace(row - 0.15, row + 0.15, len(speeds))
+            axis.plot(speeds, heights, "o", color=color(name, row), markersize=4)
             axis.text(speeds.max(), row, f"   {np.median(speeds):,.1f}", va="center")
-        axis.set(yticks=range(len(names)), yticklabels=[NAMES.get(name, name) for name in names], title=group)
+        axis.set(yticks=range(len(names)), yticklabels=[*map(label, names)], title=group)
         axis.set(xlabel="thousand steps/s (bar: median; dots: runs)", xlim=(0, 1.2 * axis.get_xlim()[1]))
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
@@ -440,7 +445,8 @@ def plot_speed(cells: list[dict], path: pathlib.Path):
 def plot_learning(cells: list[dict], path: pathlib.Path):
     """Median over seeds, and the range between the worst and the best, as far as all of them go."""
     environments = group_by(cells, "env_id")
-    figure, axes = plt.subplots(len(environments), 2, figsize=(11, 3.8 * len(environments)), squeeze=False, sharey="row")
+    rows = len(environments)
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 3.8 * rows), squeeze=False, sharey="row")
     x_axes = {
         "million environment steps": lambda cell: np.array(cell["curve"]["step"]) / 1e6,
         "seconds from the start of the process": from_start,
@@ -454,8 +460,9 @@ def plot_learning(cells: list[dict], path: pathlib.Path):
                 x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 300)
                 y = np.array([np.interp(x, *curve) for curve in curves])
                 lowest = min(lowest, y.min())
-                axis.plot(x, np.median(y, axis=0), color=color(name, index), label=f"{NAMES.get(name, name)}, runs: {len(some)}")
-                axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color(name, index), alpha=0.2, linewidth=0)
+                hue, what = color(name, index), f"{label(name)}, runs: {len(some)}"
+                axis.plot(x, np.median(y, axis=0), color=hue, label=what)
+                axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=hue, alpha=0.2, linewidth=0)
             for score in (380, 850) if env_id == "breakout" else ():
                 axis.axhline(score, color="gray", linestyle=":", linewidth=1)
             axis.set(xlabel=x_label, xlim=(0, None))
@@ -472,16 +479,12 @@ def plot_phases(cells: list[dict], path: pathlib.Path):
         left = 0.0
         for phase in some[0]["phase_shares"]:
             share = 100 * float(np.median([cell["phase_shares"].get(phase, 0) for cell in some]))
-            axis.barh(row, share, left=left, color=MORE_COLORS[phases.index(phase) % len(MORE_COLORS)], alpha=0.7, height=0.7)
+            hue = MORE_COLORS[phases.index(phase) % len(MORE_COLORS)]
+            axis.barh(row, share, left=left, color=hue, alpha=0.7, height=0.7)
             if share > 4:
                 axis.text(left + share / 2, row, f"{phase}\n{share:.0f} %", ha="center", va="center", fontsize=8)
             left += share
-    axis.set(
-        yticks=range(len(names)),
-        yticklabels=[NAMES.get(name, name) for name in names],
-        xlabel="share of the time, %",
-        xlim=(0, 100),
-    )
+    axis.set(yticks=range(len(names)), yticklabels=[*map(label, names)], xlabel="share of the time, %", xlim=(0, 100))
     axis.invert_yaxis()
     axis.grid(visible=False)
     save(figure, path)
@@ -494,17 +497,19 @@ def plot_scaling(cells: list[dict], path: pathlib.Path):
         for program, some in group_by(runs, "program").items():
             values = group_by(sorted(some, key=lambda cell: cell["x"]), "x")
             medians = [np.median([cell["sps_steady"] / 1000 for cell in same]) for same in values.values()]
-            axis.plot(list(values), medians, "-", color=color(program), label=NAMES.get(program, program))
-            axis.plot([cell["x"] for cell in some], [cell["sps_steady"] / 1000 for cell in some], "o", color=color(program))
+            axis.plot(list(values), medians, "-", color=color(program), label=label(program))
+            points = [cell["x"] for cell in some], [cell["sps_steady"] / 1000 for cell in some]
+            axis.plot(*points, "o", color=color(program))
         ticks = sorted({cell["x"] for cell in runs})
-        axis.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel=runs[0]["x_label"] or group, ylabel="thousand steps/s")
+        axis.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel=runs[0]["x_label"] or group)
+        axis.set_ylabel("thousand steps/s")
         axis.set_ylim(0, 1.25 * axis.get_ylim()[1])
         axis.minorticks_off()
         axis.legend(loc="upper right", ncols=2)
     save(figure, path)
 
 
-# The report, and the comparison -------------------------------------------------------------------------------------------
+# The report, and the comparison ---------------------------------------------------------------------------------------
 
 
 def make_report(folder: pathlib.Path) -> pathlib.Path:
@@ -516,13 +521,10 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     kinds = group_by(cells, "kind")
     learning = [cell for cell in kinds["learning"] if not np.isnan(last_score(cell))]
     phases = [cell for cell in kinds["speed"] + learning if cell["phase_shares"]]
-    scaling = sorted(
-        (cell for cell in kinds["scaling"] if cell["sps_steady"]), key=lambda cell: (cell["group"], cell["program"], cell["x"])
-    )
-    parts = [
-        f"# Benchmark {folder.resolve().name}\n\n`python benchmark/report.py` made this of {len(cells)} runs, a JSON each in [cells](cells).\n",
-        machine(cells, folder),
-    ]
+    scaling = [cell for cell in kinds["scaling"] if cell["sps_steady"]]
+    scaling.sort(key=lambda cell: (cell["group"], cell["program"], cell["x"]))
+    made = f"`python benchmark/report.py` made this of {len(cells)} runs, a JSON each in [cells](cells)."
+    parts = [f"# Benchmark {folder.resolve().name}\n\n{made}\n", machine(cells, folder)]
 
     def section(title: str, text: str, name: str = "", plot: Callable | None = None, data: list[dict] | None = None):
         if plot:
@@ -539,11 +541,13 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     if learning:
         section("Learning", learning_section(learning), "learning", plot_learning, learning)
     if phases:
-        section("The share of each phase", "In the second half of each run, median over runs.\n", "phases", plot_phases, phases)
+        text = "In the second half of each run, median over runs.\n"
+        section("The share of each phase", text, "phases", plot_phases, phases)
     if scaling:
         sizes = group_by(scaling, "group", "name", "x_label", "x").items()
-        rows = [[*map(str, key), spread([cell["sps_steady"] for cell in some])] for key, some in sizes]
-        section("Speed against sizes", table(["group", "run", "size", "", "steps/s"], rows), "scaling", plot_scaling, scaling)
+        rows = [[*map(str, key), spread_of(some, "sps_steady")] for key, some in sizes]
+        text = table(["group", "run", "size", "", "steps/s"], rows)
+        section("Speed against sizes", text, "scaling", plot_scaling, scaling)
     if kinds["startup"]:
         section("Start-up", startup_section(kinds["startup"]))
     if kinds["ceiling"]:
@@ -561,22 +565,22 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
 def load(path: pathlib.Path) -> dict:
     """A cell's JSON, or a run's folder, as a cell."""
     try:
-        cell = json.loads((path / "metrics.json" if path.is_dir() else path).read_text())
-        if path.is_dir():
-            cell["curve"] = as_curve([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
-            cell |= {"sps_steady": steady_speed(cell["curve"]), "peak_rss_mib": cell.get("peak_rss_mib", cell.get("peak_rss_mb"))}
+        if path.is_file():
+            cell = json.loads(path.read_text())
+        else:
+            rows, last = read_rows(path)
+            cell = from_rows(rows) | {"peak_rss_mib": last.get("peak_rss_mb")}
         return cell | {"steps": cell["curve"]["step"][-1]}
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise SystemExit(f"error: {path}: neither a cell's JSON nor a run's folder with metrics.json and metrics.jsonl") from error
+        raise SystemExit(f"error: {path}: neither a cell's JSON nor a run's folder with metrics.jsonl") from error
 
 
 def compare(paths: list[pathlib.Path], out: pathlib.Path):
     """The table goes to stdout, the plot to out/compare.png."""
     cells = [cell | {"score": last_score(cell)} for cell in map(load, paths)]
-    facts = {
-        "seconds": "duration, s", "steps": "steps", "sps": "steps/s, whole run", "sps_steady": "steps/s, steady",
-        "seconds_to_first_update": "seconds to the first update", "peak_rss_mib": "peak memory, MiB", "score": "score, last three logged",
-    }  # fmt: skip
+    facts = {"seconds": "duration, s", "steps": "steps", "sps": "steps/s, whole run", "sps_steady": "steps/s, steady"}
+    facts |= {"seconds_to_first_update": "seconds to the first update", "peak_rss_mib": "peak memory, MiB"}
+    facts |= {"score": "score, last three logged"}
     rows = []
     for key, what in facts.items():
         a, b = (np.nan if cell.get(key) is None else cell[key] for cell in cells)
@@ -589,7 +593,8 @@ def compare(paths: list[pathlib.Path], out: pathlib.Path):
         axes[0].plot(np.array(cell["curve"]["step"])[shown] / 1e6, scores[shown], color=hue, label=name)
         axes[1].plot(seconds[shown], scores[shown], color=hue)
         axes[2].plot(seconds, np.array(cell["curve"]["sps"], float) / 1000, color=hue)
-    for axis, x, y in zip(axes, ("million steps", "seconds", "seconds"), ("mean score", "mean score", "thousand steps/s")):
+    labels = ("million steps", "mean score"), ("seconds", "mean score"), ("seconds", "thousand steps/s")
+    for axis, (x, y) in zip(axes, labels):
         axis.set(xlabel=x, ylabel=y, ylim=(0, None))
     axes[0].legend()
     out.mkdir(parents=True, exist_ok=True)

@@ -2,32 +2,35 @@
 
     python benchmark/run.py benchmark/plans/cpu.yaml --out auto     # goes on where it stopped
     python benchmark/run.py benchmark/plans/cpu.yaml --out DIR --only speed ceiling_first --cores 0,1
-    python benchmark/run.py --programs ours pufferl --envs breakout --seeds 1 2 3 --duration 40 --interleave --out runs/speed
+    python benchmark/run.py --programs ours pufferl --seeds 1 2 3 --duration 40 --interleave --out runs/speed
 
 A plan is a YAML list of groups:
 
     - name: speed
-      kind: speed              # what the report makes of it: speed, learning, ranks, scaling, startup, ceiling, or (warm_up) nothing
-      programs:                # name: what it is (ours, pufferl, sb3, sample_factory, ceiling), and what is special about it
+      kind: speed              # what the report makes of it: one of KINDS; warm_up is nothing
+      programs:                # name: what it is (one of PROGRAMS), and what is special about it
         ours: {program: ours}
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
-        preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"], seeds: [1]}   # {env} is the environment; seeds of its own
-        two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run, --nproc-per-node, 2]}
+        preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"], seeds: [1]}   # {env}: the environment
+        two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run]}
       envs: [breakout]
       seeds: [1, 2, 3]
-      duration: 40             # seconds of each run after its first update, or steps: N, or both; neither: the program's own default
+      duration: 40             # seconds of each run after its first update, or steps: N; neither: its own
       interleave: true         # A B A B ...: a machine that drifts hurts both alike
       cold: true               # each run starts with an empty compile cache
       timeout: 600             # seconds after which a cell is ended and has failed
       x_label: environments    # kind scaling: what x is
 
---out auto is the folder of this kind of CPU in benchmark/reports: cpu-bf16, cpu-avx512, cpu-avx2, cpu-arm. A finished cell (its JSON
-is there, with the same command, environment variables and cores) is not run again, unless --fresh. A failed one is recorded with the
-end of its output, the others run, and the exit code is 1. Then: python benchmark/report.py DIR
+Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes) and a last one, with
+"exit_reason". --out auto is the folder of this kind of CPU in benchmark/reports: cpu-bf16, cpu-avx512, cpu-avx2,
+cpu-arm. A finished cell (its JSON is there, with the same command, environment variables and cores) is not run again,
+unless --fresh. A failed one is recorded with the end of its output, the others run, and the exit code is 1.
+Then: python benchmark/report.py DIR
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -53,16 +56,21 @@ PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
     peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")
 }
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
-GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold", "timeout", "x_label"}
+GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold"}
+GROUP_KEYS |= {"timeout", "x_label"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
-    "amx_bf16": ("AMX-BF16", "cpu-bf16"), "avx512_bf16": ("AVX512-BF16", "cpu-bf16"), "avx512f": ("AVX512", "cpu-avx512"),
-    "avx2": ("AVX2", "cpu-avx2"), "bf16": ("Arm BF16", "cpu-arm"), "asimd": ("Arm NEON", "cpu-arm"),
-}  # fmt: skip
+    "amx_bf16": ("AMX-BF16", "cpu-bf16"),
+    "avx512_bf16": ("AVX512-BF16", "cpu-bf16"),
+    "avx512f": ("AVX512", "cpu-avx512"),
+    "avx2": ("AVX2", "cpu-avx2"),
+    "bf16": ("Arm BF16", "cpu-arm"),
+    "asimd": ("Arm NEON", "cpu-arm"),
+}
 SAME = ("command", "environment", "cores", "cold")  # a stored cell that agrees in these is the same measurement
 
 
-# From a plan to cells -----------------------------------------------------------------------------------------------------
+# From a plan to cells -------------------------------------------------------------------------------------------------
 
 
 def check_keys(where: str, given: dict, known: set[str]):
@@ -75,35 +83,34 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
     check_keys(group["name"], group, GROUP_KEYS)
     if group["kind"] not in KINDS:
         raise ValueError(f"{group['name']}: kind {group['kind']}: must be one of {', '.join(KINDS)}")
-    cells = []
+    cells, steps, duration = [], group.get("steps"), group.get("duration")
+    same = {"group": group["name"], "kind": group["kind"], "duration": duration, "cold": group.get("cold", False)}
+    same |= {"x_label": group.get("x_label"), "timeout": group.get("timeout", (duration or 3000) + 600)}
     for (name, program), env_id in itertools.product(group["programs"].items(), group.get("envs", ["breakout"])):
-        check_keys(f"{group['name']}, {name}", program, PROGRAM_KEYS)
+        where = f"{group['name']}, {name}"
+        check_keys(where, program, PROGRAM_KEYS)
         if program["program"] not in PROGRAMS:
-            raise ValueError(f"{group['name']}, {name}: program {program['program']}: must be one of {', '.join(PROGRAMS)}")
-        cell = {
-            "group": group["name"], "kind": group["kind"], "name": str(name), "program": program["program"], "env_id": env_id,
-            "x": program.get("x"), "x_label": group.get("x_label"), "duration": group.get("duration"), "cold": group.get("cold", False),
-            "environment": {key: str(value) for key, value in program.get("env", {}).items()},
-            "cores": program.get("cores", cores), "timeout": group.get("timeout", group.get("duration", 3000) + 600),
-        }  # fmt: skip
+            raise ValueError(f"{where}: program {program['program']}: must be one of {', '.join(PROGRAMS)}")
+        cell = same | {"name": str(name), "program": program["program"], "env_id": env_id, "x": program.get("x")}
+        cell["environment"] = {key: str(value) for key, value in program.get("env", {}).items()}
+        cell["cores"] = program.get("cores", cores)
         if not set(cell["cores"]) <= set(range(os.cpu_count())):
             raise ValueError(f"cores {cell['cores']}: this machine has {os.cpu_count()}")
         for seed in program.get("seeds", group.get("seeds", [1])):
-            cells.append(
-                cell | {"seed": seed, "command": command(program, env_id, seed, group.get("steps"), group.get("duration"))}
-            )
+            cells.append(cell | {"seed": seed, "command": command(program, env_id, seed, steps, duration)})
     return sorted(cells, key=lambda cell: cell["seed"]) if group.get("interleave") else cells
 
 
 def command(program: dict, env_id: str, seed: int, steps: int | None, duration: float | None) -> list[str]:
-    """The command as it is run in the repository's folder; DIR stands for the temporary folder that the program writes to."""
+    """The command as it is run in the repository's folder; DIR stands for the temporary folder that it writes to."""
     kind, executable = program["program"], pathlib.Path(sys.executable)
     if kind not in ("ours", "ceiling"):
         executable = ROOT / ".peers" / kind / "bin/python"
     python = str(executable.relative_to(ROOT)) if executable.is_relative_to(ROOT) else "python"
-    words = [python, *program.get("launcher", []), program.get("script", PROGRAMS[kind]), "--env-id", env_id, "--seed", seed]
-    flags = ("--total-timesteps", "--time-limit", "--output-dir") if kind == "ours" else ("--steps", "--seconds", "--folder")
-    for flag, value in zip(flags, (steps, duration, "DIR")):
+    words = [python, *program.get("launcher", []), program.get("script", PROGRAMS[kind])]
+    words += ["--env-id", env_id, "--seed", seed]
+    flags = "--total-timesteps --time-limit --output-dir" if kind == "ours" else "--steps --seconds --folder"
+    for flag, value in zip(flags.split(), (steps, duration, "DIR")):
         words += [flag, value] if value is not None else []
     return [str(word).replace("{env}", env_id) for word in (*words, *program.get("args", []))]
 
@@ -125,7 +132,7 @@ def is_finished(cell: dict, out: pathlib.Path) -> bool:
     return False
 
 
-# One cell: run it, watch it, read what it left ----------------------------------------------------------------------------
+# One cell: run it, watch it, read what it left ------------------------------------------------------------------------
 
 
 def start(cell: dict, folder: str, log) -> subprocess.Popen:
@@ -137,37 +144,34 @@ def start(cell: dict, folder: str, log) -> subprocess.Popen:
     words[0] = interpreter(words[0])
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cell["cores"])
+    options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "start_new_session": True}
     try:
-        return subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        return subprocess.Popen(words, cwd=ROOT, env=environment, **options)
     finally:
         os.sched_setaffinity(0, ours)
 
 
-def read_lines(folder: str) -> list[dict]:
-    """The lines of the metrics.jsonl somewhere under folder, those with steps; a line that is being written is left out."""
-    lines = []
+def read_rows(folder: str | pathlib.Path) -> tuple[list[dict], dict]:
+    """The rows of the metrics.jsonl somewhere under folder, and the last one, which says how it ended ({}: not yet)."""
+    rows = []
     for path in pathlib.Path(folder).rglob("metrics.jsonl"):
         for text in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(text))
-    return [line for line in lines if line.get("step", 0) > 0]
+            with contextlib.suppress(ValueError):  # one that is being written
+                rows.append(json.loads(text))
+    return [row for row in rows if "exit_reason" not in row], next((row for row in rows if "exit_reason" in row), {})
 
 
-def watch(
-    process: subprocess.Popen, folder: str, since: float, timeout: float, family: set[psutil.Process], tick: Callable
-) -> dict:
-    """Until the process ends: the seconds to its first update, and the peak resident memory of it and its children, its family.
+def watch(process: subprocess.Popen, folder: str, since: float, timeout: float, family: set, tick: Callable) -> dict:
+    """Until the process ends: the seconds to its first update, and the peak resident memory of it and its family.
 
-    Looks for the first line 20 times a second, at the memory twice a second, so that watching costs the watched nothing.
+    Looks for the first row 20 times a second, at the memory twice a second, so that watching costs the watched nothing.
     """
     seen, sampled = {"seconds_to_first_update": None, "peak_rss_mib": 0.0}, 0.0
     while process.poll() is None:
         now = time.perf_counter() - since
         if now > timeout:
             raise TimeoutError(f"ended after the timeout of {timeout:g} seconds")
-        if seen["seconds_to_first_update"] is None and read_lines(folder):
+        if seen["seconds_to_first_update"] is None and read_rows(folder)[0]:
             seen["seconds_to_first_update"] = now
         if now - sampled > 0.5:
             sampled, size = now, 0
@@ -190,7 +194,7 @@ def running(member: psutil.Process) -> bool:
 
 
 def stop(process: subprocess.Popen, family: set[psutil.Process]):
-    """Ends the process, its group, and its children that have left the group, so that nothing goes on burning a core."""
+    """Ends the process, its group, and its children that have left the group: nothing goes on burning a core."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -204,11 +208,8 @@ def stop(process: subprocess.Popen, family: set[psutil.Process]):
 
 def measure(cell: dict, tick: Callable[[float], None]) -> dict:
     """Runs a cell and returns all that is known about it; "status" is ok or failed."""
-    result = cell | {
-        "status": "ok",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_before": os.getloadavg()[0],
-    }
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    result = cell | {"status": "ok", "started": started, "load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as temporary, open(f"{temporary}/log", "w+", errors="replace") as log:
         folder, since, family, error = f"{temporary}/run", time.perf_counter(), set(), None
         os.mkdir(folder)
@@ -224,36 +225,30 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
             tick(result["wall_seconds"])
             if played := play(cell, folder):
                 result["played"] = played
-        metrics = next((json.loads(path.read_text()) for path in pathlib.Path(folder).rglob("metrics.json")), None)
-        if (
-            error := error
-            or (process.returncode and f"exit code {process.returncode}")
-            or (metrics is None and "it left no metrics.json")
-        ):
-            log.seek(0)
-            result |= {"status": "failed", "error": error, "output_tail": log.read()[-2000:]}
-        result = (metrics or {}) | result | from_lines(read_lines(folder)) | repository()
-        if result["status"] == "ok" and cell["kind"] in ("speed", "ranks", "scaling") and not result["sps_steady"]:
-            result |= {
-                "status": "failed",
-                "error": "it ended before there was a steady speed; was it still compiling?",
-                "output_tail": "",
-            }
-        result["hardware"] = result.get("hardware", {}) | hardware()
+        log.seek(0)
+        output, (rows, last) = log.read(), read_rows(folder)
+        result = {"versions": versions()} | last | result | from_rows(rows) | repository()
+        result["hardware"] = hardware(output)
+        for config in pathlib.Path(folder).glob("*/config.yaml"):  # ours
+            result["arguments"] = yaml.safe_load(config.read_text())
+        if "--nproc-per-node" in cell["command"]:
+            ranks = cell["command"][cell["command"].index("--nproc-per-node") + 1]
+            result["ranks"] = {"world_size": int(ranks)}
+        error = error or (process.returncode and f"exit code {process.returncode}")
+        error = error or (not last and "its metrics.jsonl has no last row")
+        if cell["kind"] in ("speed", "ranks", "scaling") and not result["sps_steady"]:
+            error = error or "it ended before there was a steady speed; was it still compiling?"
+        if error:
+            result |= {"status": "failed", "error": error, "output_tail": output[-2000:]}
         # No paths of this machine: the repository's become relative, of any other only the last part is kept.
         text = json.dumps(result).replace(folder, "DIR").replace(f"{ROOT}/", "")
         return json.loads(re.sub(r"(?<![\w.:/-])/(?:[\w.+@~-]+/)+", "", text))
 
 
-def second_half(times: list[float]) -> int:
-    """Of two points or more, the first in the second half of the seconds since the first update; what compiles is before that."""
-    return min(next(index for index, seconds in enumerate(times) if seconds >= (times[0] + times[-1]) / 2), len(times) - 2)
-
-
 def play(cell: dict, folder: str) -> dict | None:
-    """What --evaluate prints of 128 games that the trained agent plays with its most likely actions; None if none ends in ten minutes."""
+    """What tools/play.py says of 128 games with the most likely actions; None if none ends in ten minutes."""
     (run,) = pathlib.Path(folder).iterdir()
-    words = [cell["command"][0], "ppo_lstm_puffer.py", "--evaluate", str(run), "--eval-episodes", "128", "--deterministic"]
+    words = [cell["command"][0], "tools/play.py", str(run), "--episodes", "128", "--deterministic"]
     with open(f"{folder}-played", "w+") as output:
         process = start(cell | {"command": words}, folder, output)
         try:
@@ -267,6 +262,12 @@ def play(cell: dict, folder: str) -> dict | None:
     return played if "episodic_return" in played else None
 
 
+def second_half(times: list[float]) -> int:
+    """Of two points or more, the first in the second half of the seconds since the first, before which it compiles."""
+    middle = (times[0] + times[-1]) / 2
+    return min(next(index for index, seconds in enumerate(times) if seconds >= middle), len(times) - 2)
+
+
 def steady_speed(curve: dict) -> float | None:
     """Steps per second in the second half, if there are two points."""
     times, steps = curve["time"], curve["step"]
@@ -276,45 +277,63 @@ def steady_speed(curve: dict) -> float | None:
     return (steps[-1] - steps[first]) / (times[-1] - times[first])
 
 
-def as_curve(lines: list[dict]) -> dict[str, list]:
-    """Columns step, time, score (the mean score logged, or the mean return where there is no score), sps."""
-    scores = [line.get("env/score", line.get("episodic_return")) for line in lines]
-    return {key: [line.get(key) for line in lines] for key in ("step", "time", "sps")} | {"score": scores}
+def phases(rows: list[dict]) -> dict[str, float]:
+    """Seconds of each phase."""
+    keys = dict.fromkeys(key for row in rows for key in row if re.fullmatch(r"time/.*(?<!_share)", key))
+    return {key.removeprefix("time/"): sum(row.get(key, 0) for row in rows) for key in keys}
 
 
-def from_lines(lines: list[dict], points: int = 400) -> dict:
-    """What is computed in the same way for every program: steady speed, share of each phase in the second half, thinned curve."""
-    if not lines:
-        return {"sps_steady": None, "phase_shares": {}, "curve": {"step": [], "time": [], "sps": [], "score": []}}
-    curve, shares = as_curve(lines), {}
-    half = lines[second_half(curve["time"]) :] if len(lines) > 1 else []
-    late = [(line, line["time"] - before["time"]) for before, line in itertools.pairwise(half)]
-    for line, seconds in late:
-        for key in line:
-            if key.startswith("time/") and key.endswith("_share"):
-                phase = key.removeprefix("time/").removesuffix("_share")
-                shares[phase] = shares.get(phase, 0) + line[key] * seconds / sum(seconds for _, seconds in late)
-    every = -(-len(lines) // points)
-    keep = sorted({*range(0, len(lines), every), len(lines) - 1})
+def from_rows(rows: list[dict], points: int = 400) -> dict:
+    """What is computed in the same way for every program: speed (steady: of the second half), seconds of each phase and
+    shares of the second half, and the thinned curve, whose score is the mean one logged, or else the mean return."""
+    curve = {key: [row.get(key) for row in rows] for key in ("step", "time", "sps")}
+    curve["score"] = [row.get("env/score", row.get("episodic_return")) for row in rows]
+    result, every = (
+        {"sps_steady": steady_speed(curve), "phases": phases(rows), "phase_shares": {}},
+        -(-len(rows) // points),
+    )
+    if rows:
+        result |= {
+            "timesteps": rows[-1]["step"],
+            "seconds": rows[-1]["time"],
+            "sps": rows[-1]["step"] / rows[-1]["time"],
+        }
+    if len(rows) > 1:
+        half = rows[second_half(curve["time"]) :]
+        seconds = half[-1]["time"] - half[0]["time"]
+        result["phase_shares"] = {name: spent / seconds for name, spent in phases(half[1:]).items()}
+    keep = sorted({*range(0, len(rows), every or 1), *range(len(rows))[-1:]})
     thin = {key: [column[i] and round(column[i], 3) for i in keep] for key, column in curve.items()}
-    return {"sps_steady": steady_speed(curve), "phase_shares": shares, "curve": thin}
+    return result | {"curve": thin}
 
 
 def kind_of_cpu(info: str) -> tuple[str, str]:
     """Instruction set and kind, from what /proc/cpuinfo says."""
     flags = set(info.split())
-    return next((both for flag, both in CPUS.items() if flag in flags), (platform.machine(), f"cpu-{platform.machine()}"))
+    return next(
+        (both for flag, both in CPUS.items() if flag in flags), (platform.machine(), f"cpu-{platform.machine()}")
+    )
 
 
 def report_folder(text: str) -> pathlib.Path:
     return pathlib.Path(text) if text != "auto" else ROOT / "benchmark/reports" / kind_of_cpu(CPUINFO.read_text())[1]
 
 
-def hardware() -> dict:
+def hardware(output: str = "") -> dict:
+    """Of this machine, and of it what a script of ours says that it uses."""
     info = CPUINFO.read_text()
     name = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     facts = {"cpu": name[1] if name else platform.processor(), "instruction_set": kind_of_cpu(info)[0]}
-    return facts | {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    facts |= {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    if said := re.search(r"^on: (?:cpu, (\d+) threads?|(.*?),)", output, re.MULTILINE):
+        facts |= {"threads": int(said[1])} if said[1] else {"gpu": said[2]}
+    return facts
+
+
+def versions() -> dict:
+    """Of this environment, in which ours runs; the other programs have their own."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "gymnasium", "pufferlib")}
+    return {"python": platform.python_version()} | packages
 
 
 def repository() -> dict:
@@ -336,7 +355,7 @@ def store(cell: dict, path: pathlib.Path):
     path.with_suffix(".tmp").replace(path)
 
 
-# All cells ----------------------------------------------------------------------------------------------------------------
+# All cells ------------------------------------------------------------------------------------------------------------
 
 
 def run_all(cells: list[dict], out: pathlib.Path) -> int:
@@ -378,9 +397,9 @@ def run_all(cells: list[dict], out: pathlib.Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", nargs="?", type=pathlib.Path, help="a YAML file; or give the matrix by the flags below")
-    parser.add_argument("--out", type=report_folder, required=True, help="results go to its cells/GROUP/NAME__ENV__SEED.json")
+    parser.add_argument("--out", type=report_folder, required=True, help="gets cells/GROUP/NAME__ENV__SEED.json")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="of the plan, only these groups")
-    parser.add_argument("--fresh", action="store_true", help="forget the stored cells first; with --only, those of its groups")
+    parser.add_argument("--fresh", action="store_true", help="forget the stored cells (with --only: of its groups)")
     parser.add_argument("--cores", help="pin every process to these, such as 0,1 (a program's own in the plan win)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS)
     parser.add_argument("--envs", nargs="+", default=["breakout"])
@@ -395,8 +414,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.plan:
             groups = yaml.safe_load(args.plan.read_text())
         else:
-            keys = {"envs", "seeds", "steps", "duration", "interleave"}
-            matrix = {key: value for key, value in vars(args).items() if key in keys and value is not None}
+            keys = GROUP_KEYS & {key for key, value in vars(args).items() if value is not None} - {"programs"}
+            matrix = {key: getattr(args, key) for key in keys}
             matrix |= {"name": "matrix", "kind": "speed" if args.duration else "learning"}
             groups = [matrix | {"programs": {name: {"program": name} for name in args.programs}}]
         names = [group["name"] for group in groups]
@@ -430,6 +449,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # a polite kill cleans up as Ctrl-C does; a shell's background job ignores both
+    for number in (signal.SIGINT, signal.SIGTERM):  # which a shell's background job would ignore
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the scan saves: compiling and running a training step of the XLA script's LSTM, with the scan and with the steps unrolled.
+"""What the scan saves: compiling and running a training step of the XLA script's LSTM, with it and with steps unrolled.
 
     .venv-xla/bin/python benchmark/scan.py                    # a Markdown table; minutes, most of them compiling
     .venv-xla/bin/python benchmark/scan.py --steps 32 --precision float32
@@ -8,7 +8,6 @@ Each row is a process of its own. A step: the outputs, and the gradients of inpu
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -40,8 +39,9 @@ def measure(steps: int, scanned: bool, args) -> dict[str, float]:
     device = script.start_devices(script.Args(device=args.device))
     N, H, dtype = args.segments, args.hidden_size, getattr(torch, args.precision)
     x = torch.randn(steps, N, H).to(dtype).to(device).requires_grad_()
-    weight, bias = (torch.randn(4 * H, 2 * H) / H**0.5).to(dtype).to(device).requires_grad_(), torch.zeros(4 * H).to(device)
-    h, c, dones = torch.zeros(N, H).to(device), torch.zeros(N, H).to(device), (torch.rand(steps, N) < 0.05).float().to(device)
+    weight = (torch.randn(4 * H, 2 * H) / H**0.5).to(dtype).to(device).requires_grad_()
+    h, c, bias = (torch.zeros(shape).to(device) for shape in ((N, H), (N, H), 4 * H))
+    dones = (torch.rand(steps, N) < 0.05).float().to(device)
 
     @torch_xla.compile
     def step():
@@ -56,7 +56,8 @@ def measure(steps: int, scanned: bool, args) -> dict[str, float]:
         assert bool(gradients[1].float().cpu().isfinite().all())
         times.append(time.perf_counter() - start)
     compiled, seconds = script.compiled_so_far()
-    return {"compile_s": seconds, "first_s": times[0], "step_ms": 1000 * float(np.median(times[2:])), "graphs": compiled}
+    step_ms = 1000 * float(np.median(times[2:]))
+    return {"compile_s": seconds, "first_s": times[0], "step_ms": step_ms, "graphs": compiled}
 
 
 def main():
@@ -76,12 +77,8 @@ def main():
     print("| steps | | compiling, s | a step, ms |\n|---|---|---|---|", flush=True)
     for steps in args.steps:
         for kind in ("scan", "unrolled"):
-            result = subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--row", str(steps), kind],
-                env=os.environ,
-                stdout=subprocess.PIPE,
-                check=True,
-            )
+            command = [sys.executable, __file__, *sys.argv[1:], "--row", str(steps), kind]
+            result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
             row = json.loads(result.stdout.splitlines()[-1])
             print(f"| {steps} | {kind} | {row['compile_s']:.1f} | {row['step_ms']:.1f} |", flush=True)
 

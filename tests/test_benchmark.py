@@ -22,20 +22,16 @@ import run
 
 import ppo_lstm_puffer as ppo
 
-TINY = [
-    "--num-envs", "16", "--num-steps", "16", "--minibatch-size", "128", "--hidden-size", "32", "--log-interval", "1", "--no-compile",
-]  # fmt: skip
+TINY = "--num-envs 16 --num-steps 16 --minibatch-size 128 --hidden-size 32 --log-interval 1 --no-compile"
 STEPS = 5 * 256
 
 
 def plan(folder, ours_args=()):
     """A plan of two cells that run and one that fails, and the words that run it."""
-    programs = {"ours": {"program": "ours", "args": [*TINY, *ours_args]}, "bad": {"program": "ours", "args": ["--no-such-flag"]}}
+    ours, bad = ({"program": "ours", "args": words} for words in ([*TINY.split(), *ours_args], ["--no-such-flag"]))
     group = {"name": "tiny", "kind": "learning", "seeds": [1, 2], "steps": STEPS, "interleave": True}
-    groups = [
-        group | {"programs": {"ours": programs["ours"]}},
-        group | {"name": "broken", "seeds": [1], "programs": {"bad": programs["bad"]}},
-    ]
+    groups = [group | {"programs": {"ours": ours}}]
+    groups.append(group | {"name": "broken", "seeds": [1], "programs": {"bad": bad}})
     (folder / "plan.yaml").write_text(yaml.safe_dump(groups))
     return [str(folder / "plan.yaml"), "--out", str(folder / "out")]
 
@@ -46,7 +42,7 @@ def stored(folder) -> dict:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The folder of a plan that was run: out/cells has its results. No test changes those, but for tests that run it again."""
+    """The folder of a plan that was run: out/cells has its results, which no test changes."""
     folder = tmp_path_factory.mktemp("benchmark")
     assert run.main(plan(folder)) == 1, "a cell failed"
     return folder
@@ -67,9 +63,13 @@ def test_plan_leaves_a_json_per_cell(ran):
         assert cell["status"] == "ok" and cell["seed"] == seed and cell["arguments"]["hidden_size"] == 32
         assert cell["command"][1:4] == ["ppo_lstm_puffer.py", "--env-id", "breakout"] and "DIR" in cell["command"]
         assert cell["curve"]["step"] == [256 * n for n in range(1, 6)] and cell["timesteps"] == STEPS
+        assert cell["exit_reason"] == "completed" and cell["sps"] == STEPS / cell["seconds"]
         assert 0 < cell["seconds_to_first_update"] < cell["wall_seconds"] and cell["peak_rss_mib"] > 50
         assert cell["sps_steady"] > 0 and sum(cell["phase_shares"].values()) == pytest.approx(1, abs=0.2)
-        assert cell["versions"]["torch"] and cell["hardware"]["cpu"] and cell["cores"]
+        assert set(cell["phases"]) == set(cell["phase_shares"]) == {"env", "policy", "update", "log"}
+        assert cell["versions"]["torch"] == torch.__version__ and len(cell["git_commit"]) == 40
+        assert cell["hardware"]["cpu"] and cell["hardware"]["threads"] >= 1 and cell["cores"]
+        assert cell["played"]["episodes"] == 128 and cell["played"]["deterministic"]
 
 
 def test_no_path_of_the_machine_is_stored(ran):
@@ -101,7 +101,8 @@ def test_finished_cells_are_not_run_again_and_changed_ones_are(ran, monkeypatch)
 
 
 def test_interleaved_programs_take_turns():
-    group = {"name": "g", "kind": "speed", "programs": {"a": {"program": "ours"}, "b": {"program": "sb3"}}, "seeds": [1, 2]}
+    group = {"name": "g", "kind": "speed", "seeds": [1, 2]}
+    group["programs"] = {"a": {"program": "ours"}, "b": {"program": "sb3"}}
     assert [cell["name"] for cell in run.expand(group, [0])] == ["a", "a", "b", "b"]
     assert [cell["name"] for cell in run.expand(group | {"interleave": True}, [0])] == ["a", "b", "a", "b"]
 
@@ -111,11 +112,8 @@ def test_timeout_ends_the_whole_process_group(tmp_path, monkeypatch):
     cell = run.expand({"name": "g", "kind": "speed", "programs": {"a": {"program": "ours"}}, "timeout": 1}, [0])[0]
     result = run.measure(cell, lambda seconds: None)
     assert result["status"] == "failed" and "timeout of 1 seconds" in result["error"]
-    assert not [
-        one
-        for one in psutil.process_iter(["cmdline"])
-        if "time.sleep(77)" in " ".join(one.info["cmdline"] or []) and run.running(one)
-    ]
+    those = [one for one in psutil.process_iter(["cmdline"]) if "time.sleep(77)" in " ".join(one.info["cmdline"] or [])]
+    assert not any(map(run.running, those))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +162,16 @@ def test_seconds_of_a_peer_count_from_its_first_iteration(tmp_path, monkeypatch)
         monkeypatch.setattr(where, name, lambda *_: None)
     clock = iter([0.0, 60.0, 69.0, 70.0])
     monkeypatch.setattr(peer, "time", argparse.Namespace(time=lambda: next(clock)))
-    metrics = peer.Metrics(args, "numpy", {}, "")
-    assert [metrics.line(step) for step in (1, 2, 3)] == [False, False, True]
+    metrics = peer.Metrics(args, "numpy", {}, "a note")
+    assert [metrics.line(step, env__score=5) for step in (1, 2, 3)] == [False, False, True]
+    monkeypatch.setattr(peer.os, "_exit", lambda code: None)
+    monkeypatch.setattr(peer, "psutil", argparse.Namespace(Process=lambda: argparse.Namespace(children=lambda **_: [])))
+    metrics.finish()
+    rows, last = run.read_rows(tmp_path)
+    assert [row["env/score"] for row in rows] == [5, 5, 5] and rows[1] == {"step": 2, "time": 69, "sps": 1 / 9} | rows[
+        1
+    ]
+    assert (last["exit_reason"], last["step"], last["note"]) == ("completed", 3, "a note") and last["versions"]["torch"]
 
 
 # The figures, on curves written by hand.
@@ -179,10 +185,24 @@ def test_steady_speed_is_that_of_the_second_half_after_the_first_update():
 
 
 def test_curve_is_thinned_and_keeps_its_end():
-    lines = [{"step": n, "time": float(n), "sps": 1.0, "time/env_share": 0.25} for n in range(1, 1002)]
-    result = run.from_lines(lines)
-    assert len(result["curve"]["step"]) <= 401 and result["curve"]["step"][-1] == 1001 and result["sps_steady"] == 1
-    assert result["phase_shares"] == {"env": pytest.approx(0.25)}
+    rows = [{"step": 2 * n, "time": float(n), "time/env": 0.25, "time/env_share": 9} for n in range(1, 1002)]
+    result = run.from_rows(rows)
+    assert len(result["curve"]["step"]) <= 401 and result["curve"]["step"][-1] == 2002
+    assert result["sps"] == result["sps_steady"] == 2 and result["seconds"] == 1001
+    assert result["phases"] == {"env": 1001 / 4} and result["phase_shares"] == {"env": 0.25}
+
+
+def test_rows_and_the_last_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    lines = '{"step": 1, "time": 2.0}\n{"step": 1, "exit_reason": "sigint"}\n{"step": 2, "ti'
+    (tmp_path / "run/metrics.jsonl").write_text(lines)
+    assert run.read_rows(tmp_path) == ([{"step": 1, "time": 2.0}], {"step": 1, "exit_reason": "sigint"})
+    assert run.read_rows(tmp_path / "nothing") == ([], {}) and run.from_rows([])["curve"]["step"] == []
+
+
+def test_threads_and_gpu_are_those_that_the_script_names():
+    assert run.hardware("on: cpu, 2 threads (no GPU), bfloat16 (AMX)\nrun: x")["threads"] == 2
+    assert run.hardware("warning: x\non: NVIDIA H200, bfloat16 (CUDA)")["gpu"] == "NVIDIA H200"
 
 
 def test_time_to_score_takes_the_mean_of_three():
@@ -197,17 +217,9 @@ def test_times_count_from_the_start_of_the_process():
 
 
 def test_ratios_pair_runs_of_the_same_round():
-    cells = [
-        {"group": "g", "env_id": "e", "seed": seed, "name": name, "sps_steady": speed}
-        for name, seed, speed in (
-            ("ours", 1, 30.0),
-            ("sb3", 1, 10.0),
-            ("sb3", 2, 1.0),
-            ("ours", 2, None),
-            ("ours", 3, 8.0),
-            ("sb3", 3, 2.0),
-        )
-    ]
+    runs = [("ours", 1, 30.0), ("sb3", 1, 10.0), ("sb3", 2, 1.0), ("ours", 2, None), ("ours", 3, 8.0), ("sb3", 3, 2.0)]
+    same = {"group": "g", "env_id": "e"}
+    cells = [same | {"seed": seed, "name": name, "sps_steady": speed} for name, seed, speed in runs]
     assert report.ratios(cells, "ours", "sb3") == [3, 4]
     assert report.interval(np.median, [2.0, 2.0, 2.0]) == "2 to 2" and report.interval(np.median, [2.0]) == "-"
 
@@ -232,14 +244,12 @@ def test_efficiency_of_ranks_is_their_speed_by_their_number_times_that_of_one():
     rounds = (("small", 1, (100, 190, 160)), ("small", 2, (80, 160, 120)), ("large", 1, (200, 400, 220)))
     for group, seed, speeds in rounds:
         for (name, x), speed in zip({"one": 1, "two ranks": 2, "threads": None}.items(), speeds):
-            cell = {"group": group, "env_id": "breakout", "seed": seed, "name": name, "x": x, "sps_steady": float(speed)}
-            cell["arguments"] = {"num_envs": 512, "minibatch_size": 4096}
+            cell = {"group": group, "env_id": "breakout", "seed": seed, "name": name, "x": x}
+            cell |= {"sps_steady": float(speed), "arguments": {"num_envs": 512, "minibatch_size": 4096}}
             cells.append(cell | {"phase_shares": {"reduce": 0.05 * (x or 0)}})
     small, large = report.ranks_section(cells).split("**small**")[1].split("**large**")
-    assert (
-        "| two ranks | 512 / 4,096 | 175 (160 to 190, n = 2) | 1.95 (1.9 to 2, n = 2) | 0.975 (0.95 to 1, n = 2) | 10 % (10 to 10, n = 2) |"
-        in small
-    )
+    row = "| two ranks | 512 / 4,096 | 175 (160 to 190, n = 2) | 1.95 (1.9 to 2, n = 2) | 0.975 (0.95 to 1, n = 2) | "
+    assert f"{row}10 % (10 to 10, n = 2) |" in small
     assert "| 1.55 (1.5 to 1.6, n = 2) | - | - |" in small
     assert "| two ranks | 512 / 4,096 | 400 | 2 | 1 | 10 % |" in large
 
@@ -252,10 +262,12 @@ def test_every_environment_is_compared_with_pufferl():
         }
         return [hand_made(**curve) | {"env_id": env_id, "name": name} for name, curve in curves.items()]
 
-    quick = cells("quick", [60, 60, 60, 60, 60], [6, 12, 30, 30, 30])  # 40 at 30 s, the mean of three; PuffeRL is at 30 after 60 s
+    # 40 at 30 s, the mean of three; PuffeRL is at 30 after 60 s
+    quick = cells("quick", [60, 60, 60, 60, 60], [6, 12, 30, 30, 30])
     slow = cells("slow", [0, 0, 10, 10, 10], [0, 20, 20, 20, 20])
     text = report.against_pufferl({"quick": quick, "slow": slow})
-    assert "| quick | 0 | 60 | 30 | - | 30 | 60 | 0.5 |" in text and "| slow | 0 | 10 | 20 | - | never | 50 | never |" in text
+    assert "| quick | 0 | 60 | 30 | - | 30 | 60 | 0.5 |" in text
+    assert "| slow | 0 | 10 | 20 | - | never | 50 | never |" in text
     assert "Worse: slow." in text and "0 of 2." in text
     assert report.normalized_scores({"quick": quick, "slow": slow}, "ours").tolist() == [[1, 0.5]]
     assert report.normalized_scores({"quick": quick, "slow": slow}, "pufferl").tolist() == [[0.5, 1]]
@@ -270,22 +282,19 @@ def test_interquartile_mean_and_its_interval():
 
 
 def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
-    base = stored(ran)["ours__breakout__1"]
-    cells = [stored(ran)["bad__breakout__1"]]
+    base, cells = stored(ran)["ours__breakout__1"], [stored(ran)["bad__breakout__1"]]
+    speed, peer = {"group": "speed", "kind": "speed"}, {"name": "pufferl", "program": "pufferl"}
     for seed in (1, 2):
         cells += [
-            variant(base, group="speed", kind="speed", seed=seed, sps_steady=100e3, peak_rss_mib=400),
-            variant(
-                base, group="speed", kind="speed", seed=seed, name="pufferl", program="pufferl", sps_steady=20e3, peak_rss_mib=900
-            ),
+            variant(base, **speed, seed=seed, sps_steady=100e3, peak_rss_mib=400),
+            variant(base, **speed, **peer, seed=seed, sps_steady=20e3, peak_rss_mib=900),
             variant(base, group="breakout_ours", kind="learning", seed=seed, score=860.0),
-            variant(base, group="scaling_envs", kind="scaling", seed=seed, name=str(seed), x=seed, x_label="environments"),
+            variant(base, group="envs", kind="scaling", seed=seed, name=str(seed), x=seed, x_label="environments"),
             variant(base, group="startup_warm", kind="startup", seed=seed, seconds_to_first_update=9.0),
         ]
     speeds = {str(base["hardware"]["threads"]): {"bfloat16": 200.0, "float32": 50.0}}
-    cells.append(
-        variant(base, group="ceiling", kind="ceiling", name="ceiling", program="ceiling", env_id="machine", ceiling=speeds)
-    )
+    ceiling = dict.fromkeys(("group", "kind", "name", "program"), "ceiling")
+    cells.append(variant(base, **ceiling, env_id="machine", ceiling=speeds))
     for cell in cells:
         run.store(cell, run.path_of(cell, tmp_path))
     (tmp_path / "notes.md").write_text("A thing that lost.")
@@ -297,7 +306,8 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     for name in ("speed", "learning", "phases", "scaling"):
         assert f"({name}.png)" in text and (tmp_path / f"{name}.png").stat().st_size > 5000
     rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
-    assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired"] and "**met**" in rows["peak resident memory"]
+    assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired"]
+    assert "**met**" in rows["peak resident memory"]
     assert "**met**" in rows["Breakout solved (mean score 850), every seed"]
     assert "not met" in rows["time to the first update, second start"]
     cpu, commit = base["hardware"], base["git_commit"][:7]
@@ -317,12 +327,13 @@ def test_report_of_little_says_little(ran, tmp_path):
 
 def test_compare_takes_cells_and_run_folders(ran, tmp_path, capsys):
     cell = run.path_of({"name": "ours", "env_id": "breakout", "seed": 1, "group": "tiny"}, ran / "out")
-    lines = [{"step": 512 * n, "time": float(n), "sps": 512.0, "env/score": 3.0} for n in range(1, 6)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "metrics.json").write_text(json.dumps({"seconds": 5.0, "sps": 512.0, "peak_rss_mb": 300.0}))
+    rows = [{"step": 512 * n, "time": float(n), "sps": 512.0, "env/score": 3.0} for n in range(1, 6)]
+    rows.append({"step": 2560, "exit_reason": "completed", "peak_rss_mb": 300.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report.main(["compare", str(cell), str(tmp_path), "--out", str(tmp_path / "plot")])
     output = capsys.readouterr().out
-    assert "| steps | 1,280 | 2,560 | 0.50 |" in output and "steps/s, steady" in output and "peak memory" in output
+    assert "| steps | 1,280 | 2,560 | 0.50 |" in output and "| 300 |" in output.split("peak memory")[1].splitlines()[0]
+    assert "| duration, s |" in output and "| 512 |" in output.split("steps/s, steady")[1].splitlines()[0]
     assert (tmp_path / "plot" / "compare.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="neither a cell's JSON nor a run's folder"):
         report.main(["compare", str(cell), str(tmp_path / "plot")])
@@ -332,9 +343,9 @@ def test_ceiling_measures_products(tmp_path, monkeypatch):
     monkeypatch.setattr(ceiling, "SHAPES", [(64, 64, 64), (32, 64, 128)])
     monkeypatch.setattr(sys, "argv", ["ceiling.py", "--seconds", "0.1", "--folder", str(tmp_path), "--device", "cpu"])
     ceiling.main()
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert all(speeds["bfloat16"] > 0 and speeds["float32"] > 0 for speeds in metrics["ceiling"].values())
-    assert {tuple(product["shape"]) for product in metrics["products"]} == {(64, 64, 64), (32, 64, 128)}
+    row = run.read_rows(tmp_path)[1]
+    assert all(speeds["bfloat16"] > 0 and speeds["float32"] > 0 for speeds in row["ceiling"].values())
+    assert {tuple(product["shape"]) for product in row["products"]} == {(64, 64, 64), (32, 64, 128)}
 
 
 # Ablations: what is taken out is out, and nothing else.
@@ -349,10 +360,9 @@ def without(monkeypatch):
 
 
 def advantages(ratio: float = 0.5, next_value: float = 7.0) -> torch.Tensor:
-    values, rewards, valid = torch.arange(8.0).view(4, 2), torch.ones(4, 2), torch.ones(4, 2)
-    return ppo.compute_advantages(
-        values, torch.full((2,), next_value), rewards, torch.zeros(5, 2), valid, torch.full((4, 2), ratio), 0.9, 0.8, 1.0, 1.0
-    )
+    values = torch.cat((torch.arange(8.0).view(4, 2), torch.full((1, 2), next_value)))
+    rewards, valid, ratios = torch.ones(4, 2), torch.ones(4, 2), torch.full((4, 2), ratio)
+    return ppo.compute_advantages(values, rewards, torch.zeros(5, 2), valid, ratios, 0.9, 0.8, 1.0, 1.0)
 
 
 def test_without_bootstrap_the_last_advantage_is_zero_and_the_next_value_is_not_seen(without):
@@ -371,12 +381,12 @@ def test_without_vtrace_the_ratio_is_not_seen(without):
 
 def test_without_reset_the_lstm_runs_on_across_the_ends_of_episodes_in_both_directions(without):
     torch.manual_seed(0)
-    x, h, c, weight, bias = torch.randn(3, 2, 4), torch.randn(2, 4), torch.randn(2, 4), torch.randn(16, 8), torch.zeros(16)
+    x, h, c, weight = (torch.randn(*shape) for shape in ((3, 2, 4), (2, 4), (2, 4), (16, 8)))
     ends = torch.tensor([0.0, 1.0, 0.0]).unsqueeze(1).expand(3, 2)
 
     def gradients(dones: torch.Tensor) -> list[torch.Tensor]:
         given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        outputs = ppo.LSTM.apply(given[0], h, c, dones, given[1], bias.clone().requires_grad_())
+        outputs = ppo.LSTM.apply(given[0], h, c, dones, given[1], torch.zeros(16))
         return [outputs.detach(), *torch.autograd.grad(outputs.sum(), given)]
 
     uninterrupted = gradients(torch.zeros(3, 2))

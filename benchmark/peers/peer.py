@@ -2,9 +2,9 @@
 
     PYTHON benchmark/peers/NAME.py --env-id breakout --seed 1 --steps 4_000_000 --seconds 600 --folder DIR
 
-DIR/metrics.jsonl gets a line per iteration: {"step", "time" (seconds since training began: compiling and starting
-workers count), "sps" (since the last line), "env/score", "episodic_return"}. DIR/metrics.json is written at the end, at
-SIGTERM too. Its "sps" is steps by seconds, the start included; a steady figure is to be taken from the lines.
+DIR/metrics.jsonl gets a row per iteration: {"step", "time" (seconds since training began: compiling and starting
+workers count), "sps" (since the last row), "env/score", "episodic_return"}, and at the end, at SIGTERM too, a last one:
+{"step", "time", "exit_reason", "versions", "config", "note"}.
 """
 
 import argparse
@@ -29,14 +29,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--env-id", default="breakout", help="a PufferLib Ocean environment")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40_000_000, help="stop after this many environment steps")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop this many seconds after the first iteration")
-    parser.add_argument("--total-timesteps", type=int, default=40_000_000, help="what the learning rate is annealed over")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="to go on after the first iteration")
+    parser.add_argument("--total-timesteps", type=int, default=40_000_000, help="to anneal the learning rate over")
     parser.add_argument("--folder", type=Path, required=True, help="where the metrics go")
     return parser
 
 
 class Metrics:
-    """Writes metrics.jsonl and metrics.json. `finish` is the only way out of a peer."""
+    """Writes metrics.jsonl. `finish` is the only way out of a peer."""
 
     def __init__(self, args: argparse.Namespace, library: str, config: dict[str, Any], note: str):
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -50,34 +50,28 @@ class Metrics:
         self.first = None  # when the first iteration was over, and with it compiling: --seconds count from then on
         self.step = 0
         pid = os.getpid()
-        signal.signal(signal.SIGTERM, lambda signum, frame: self.finish(128 + signum) if os.getpid() == pid else os._exit(143))
+        end = lambda signum, frame: self.finish(128 + signum) if os.getpid() == pid else os._exit(143)  # noqa: E731
+        signal.signal(signal.SIGTERM, end)
         sys.excepthook = lambda *error: (traceback.print_exception(*error), self.finish(1))
 
     def line(self, step: int, **values: float) -> bool:
-        """Writes a line (names with __ for a slash); returns whether training should stop."""
+        """Writes a row (names with __ for a slash); returns whether training should stop."""
         now = time.time()
         self.first = self.first or now
         row = {"step": step, "time": now - self.start, "sps": (step - self.step) / max(now - self.last_time, 1e-9)}
-        row |= {name.replace("__", "/"): float(value) for name, value in values.items()}
         self.step, self.last_time = step, now
-        print(json.dumps(row), file=self.file, flush=True)
-        print(json.dumps(row), flush=True)
+        self.write(row | {name.replace("__", "/"): float(value) for name, value in values.items()})
         return step >= self.args.steps or now - self.first >= self.args.seconds
 
+    def write(self, row: dict):
+        text = json.dumps(row, default=str)
+        print(text, file=self.file, flush=True)
+        print(text, flush=True)
+
     def finish(self, code: int = 0):
-        """Writes metrics.json and ends this process and its children, whatever threads and workers the library has left."""
-        seconds = self.last_time - self.start
-        summary = {
-            "program": Path(psutil.Process().cmdline()[1]).stem,
-            "versions": self.versions,
-            "seed": self.args.seed,
-            "seconds": seconds,
-            "steps": self.step,
-            "sps": self.step / max(seconds, 1e-9),
-            "config": self.config,
-            "note": self.note,
-        }
-        (self.args.folder / "metrics.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        """Writes the last row and ends this process and its children, whatever the library has left."""
+        row = {"step": self.step, "time": self.last_time - self.start, "versions": self.versions, "note": self.note}
+        self.write(row | {"config": self.config, "exit_reason": f"exit code {code}" if code else "completed"})
         # These two end by themselves, once they have removed the shared memory that the others leave.
         cleaners = ("torch_shm_manager", "multiprocessing.resource_tracker")
         for child in psutil.Process().children(recursive=True):

@@ -35,7 +35,8 @@ with contextlib.redirect_stdout(sys.stderr):
         elif "suggest" in line:
             start = time.perf_counter()
             params, _ = protein.suggest(None)
-            answer = {"params": {name: float(value) for name, value in params.items()}, "seconds": time.perf_counter() - start}
+            answer["params"] = {name: float(value) for name, value in params.items()}
+            answer["seconds"] = time.perf_counter() - start
         else:
             protein.observe(line["observe"], line["score"], line["cost"], line["failure"])
         print(json.dumps(answer), file=pipe, flush=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from peer import Metrics, arguments
 
-NOTE = "Serial with torch.compile, its fastest on two CPU cores (Serial eager, Multiprocessing eager tried); own .ini otherwise"
+NOTE = "Serial with torch.compile, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
 
 
 def main():

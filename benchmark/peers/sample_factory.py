@@ -26,7 +26,7 @@ from sample_factory.envs.env_utils import register_env
 from sample_factory.model.encoder import Encoder
 from sample_factory.train import make_runner
 
-NOTE = "asynchronous and batched, one rollout worker with two groups of 512 environments; otherwise its defaults, with an LSTM"
+NOTE = "asynchronous, batched, one rollout worker with two groups of 512 environments; else its defaults, with an LSTM"
 
 
 class LinearEncoder(Encoder):
@@ -44,7 +44,7 @@ class LinearEncoder(Encoder):
 
 
 class NativeEnv(gym.Env):
-    """PufferLib's C vector, which steps all environments in one call, as one of Sample Factory's batched environments."""
+    """PufferLib's C vector, which steps all environments in one call, as a batched environment of Sample Factory's."""
 
     is_multiagent = True
 
@@ -116,8 +116,10 @@ def main():
     cfg = parse_full_cfg(sf_parser, argv)
     cfg.env_agents = args.agents // groups
     cfg, runner = make_runner(cfg)
-    chosen = ("rollout", "num_epochs", "learning_rate", "gamma", "gae_lambda", "ppo_clip_ratio", "exploration_loss_coeff")
-    metrics = Metrics(args, "sample-factory", ours | {key: getattr(cfg, key) for key in chosen}, NOTE)
+    chosen = ["rollout", "num_epochs", "learning_rate", "gamma", "gae_lambda", "ppo_clip_ratio"]
+    metrics = Metrics(
+        args, "sample-factory", ours | {key: getattr(cfg, key) for key in [*chosen, "exploration_loss_coeff"]}, NOTE
+    )
     runner.register_observer(Lines(metrics))
     runner.init()
     runner.run()

@@ -91,7 +91,8 @@ class Lines(BaseCallback):
     def _on_rollout_start(self):
         if self.num_timesteps:
             values = {"env__score": self.env.scores, "episodic_return": self.env.episodic_returns}
-            self.stop = self.metrics.line(self.num_timesteps, **{key: np.mean(value) for key, value in values.items() if value})
+            means = {key: np.mean(value) for key, value in values.items() if value}
+            self.stop = self.metrics.line(self.num_timesteps, **means)
             self.env.scores, self.env.episodic_returns = [], []
 
     def _on_step(self) -> bool:
