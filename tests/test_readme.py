@@ -66,9 +66,7 @@ def commands_in(text: str) -> list[str]:
     """Lines of the blocks that are shell, and spans of several words that begin with a program's name; comments dropped."""
     blocks = [block for block in code_blocks(text) if not re.match(r"on: |@software", block)]
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    programs = (
-        r"(python|make|torchrun|patch|diff|git|cp|xvfb-run|taskset|sudo|kill|source|pip|gcloud|optuna-dashboard|\.venv\S*/bin/\w+)"
-    )
+    programs = r"(python|make|torchrun|patch|diff|git|cp|xvfb-run|taskset|sudo|kill|source|pip|gcloud|optuna-dashboard|\.venv\S*/bin/\w+)"
     spans = [re.sub(r"^(?=\w+/\w+\.py )", "python ", span) for span in code_spans(text)]
     spans = [span for span in spans if re.match(programs + r" (-\S+ )*[^-\s]", span)]
     return list(dict.fromkeys(line for line in lines + spans if line))
@@ -141,9 +139,7 @@ def train(words: list[str]):
         return
     if pathlib.Path(script).name in SCRIPTS:
         parse(script, arguments)
-    if "--evaluate" in arguments:
-        brief = ["--eval-episodes", "4"]
-    elif "--resume" in arguments:
+    if "--resume" in arguments:
         brief = ["--total-timesteps", "4096"]  # more than the finished run has
     else:
         brief = ["--total-timesteps", "1", "--no-compile"] + ["--num-envs", "64"] * ("--num-envs" not in arguments)
@@ -161,9 +157,7 @@ def torchrun(words: list[str]):
     arguments = torch.distributed.run.parse_args(words[start:])
     args = parse(arguments.training_script, arguments.training_script_args)
     ranks = int(arguments.nnodes.split(":")[-1]) * int(arguments.nproc_per_node)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "WORLD_SIZE", ranks)
-        ddp.share_of(args)
+    assert args.num_envs % ranks == 0 and args.minibatch_size % (args.num_steps * ranks) == 0, "does not split"
 
 
 def sweep(words: list[str]):
@@ -198,20 +192,23 @@ def read_arguments(words: list[str]):
         assert not word.startswith(("benchmark/", "recipes/")) or pathlib.Path(word).exists(), word
 
 
-def video(words: list[str]):
-    run_in_a_fork(words[1], [*words[2:], "--seconds", "1", "--out", "game.gif"], ".")
-    assert pathlib.Path("game.gif").read_bytes().startswith(b"GIF89a")
+def tool(words: list[str]):
+    """Run as written, in a process of its own; playing four episodes. tests/test_tools.py says more of them."""
+    brief = {"play.py": ["--episodes", "4", "--num-envs", "4"], "watch.py": ["--once"], "export.py": []}
+    run([sys.executable, *words[1:], *brief[pathlib.Path(words[1]).name]])
 
 
 def make(words: list[str]):
     """The target exists, and every program of ours in its recipe is a command as any other."""
-    result = subprocess.run(["make", "-n", "-o", "setup", "-o", "setup-xla", *words[1:]], capture_output=True, text=True)
+    result = subprocess.run(
+        ["make", "-n", "-o", "setup", "-o", "setup-xla", *words[1:]], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     recipe = [command for line in result.stdout.replace("\\\n", " ").splitlines() for command in words_of(line)]
     ours = [
         command
         for command in recipe
-        if re.match(r"\S*/python (\w+|benchmark/\w+)\.py|\S*/python -m (torch|pytest)", " ".join(command))
+        if re.match(r"\S*/python ((benchmark|tools)/)?\w+\.py|\S*/python -m (torch|pytest)", " ".join(command))
     ]
     assert ours, f"no program in the recipe of {words}:\n{result.stdout}"
     for command in ours:
@@ -248,12 +245,13 @@ RULES = (
     (r"make help$", run),
     (r"make ", make),
     (r"(xvfb-run|taskset|\w+=\S*) ", in_a_wrapper),
-    (PYTHON + r"ppo_lstm_puffer_xla\.py|" + PYTHON + r".* --(track|render|profile)\b", train_elsewhere),
+    (PYTHON + r"ppo_lstm_puffer_xla\.py|" + PYTHON + r"ppo.* --(track|profile)\b", train_elsewhere),
+    (PYTHON + r"tools/play\.py .*--render", not_here),  # needs a display
     (PYTHON + r"(ppo_lstm_puffer|my_ppo)\.py( |$)", train),
     (r"torchrun |" + PYTHON + r"-m torch\.distributed\.run ", torchrun),
     (PYTHON + r"-m pytest", not_here),  # this one
     (PYTHON + r"protein_sweep\.py( |$)", sweep),
-    (PYTHON + r"benchmark/video\.py", video),
+    (PYTHON + r"tools/\w+\.py", tool),
     (PYTHON + r"benchmark/\w+\.py", read_arguments),
     (r"(cp|patch) ", run),
     (r"diff ", find_differences),
@@ -289,7 +287,7 @@ def test_command_works(line, clone):
     [
         "python ppo_lstm_puffer.py --env-idd breakout",
         "python ppo_lstm_puffer.py --env-id breakot",
-        "python ppo_lstm_puffer.py --evaluate runs/NONE",
+        "python tools/play.py runs/NONE",
         "python ppo_lstm_puffer.py --env-id breakout --trakc",
         ".venv-xla/bin/python ppo_lstm_puffer_xla.py --precision float16",
         'gcloud ssh x --command="cd y && .venv-xla/bin/python ppo_lstm_puffer_xla.py --num-env 4096"',
@@ -314,16 +312,26 @@ def test_output_shown_is_what_a_run_prints(finished):
     (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
     on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
     assert re.fullmatch(r"on: cpu, \d threads?, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
-    assert f'starting = "{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
+    assert f'doing = "{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
     assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
-    keys = [[word.partition("=")[0] for word in line.split()] for line in finished[1].splitlines() if line.startswith("step=")]
+    keys = [
+        [word.partition("=")[0] for word in line.split()]
+        for line in finished[1].splitlines()
+        if line.startswith("step=")
+    ]
     for line in lines:
         assert [word.partition("=")[0] for word in line.split()] in keys
 
 
 def test_flags_in_the_text_exist():
-    flags = {flag for span in code_spans(README) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span) if "gcloud" not in span}
+    flags = {
+        flag
+        for span in code_spans(README)
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
+        if "gcloud" not in span
+    }
     fields = {field for script in SCRIPTS for field in vars(parse(script, []))} | set(vars(protein_sweep.Args()))
+    fields |= {"episodes", "deterministic", "render", "gif", "out"}  # of tools/
     known = {"--" + name.replace("_", "-") for name in fields} | {"--help"}
     known |= {"--no-" + name.removeprefix("--") for name in known} | FOREIGN_FLAGS
     known |= set(torch.distributed.run.get_args_parser()._option_string_actions)
@@ -344,5 +352,9 @@ def test_files_and_links_lead_somewhere():
 
 def test_places_to_change_exist():
     (table,) = re.findall(r"^\| to change \|.*?\n\n", README, re.M | re.S)
-    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])]
+    names = [
+        name
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])
+    ]
     assert len(names) > 5 and [name for name in names if not hasattr(ppo, name)] == []
