@@ -143,9 +143,8 @@ def test_equal_draws_of_unequal_ranks_stand_for_all_segments():
 
 
 def test_cartpole_is_solved_by_two_ranks(tmp_path):
-    # Two processes on two cores: fewer steps than one process has, and a score that a policy without memory of them misses.
-    run = succeed(*CARTPOLE, "--total-timesteps", "400000", cwd=tmp_path, small=False)
-    assert final(run, "env/score") >= 175
+    run = succeed(*CARTPOLE, "--total-timesteps", "400000", cwd=tmp_path, small=False)  # two processes on two cores
+    assert final(run, "env/score") >= 195
 
 
 # Ranks: seeds, files, sizes.
