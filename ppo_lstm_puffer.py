@@ -30,6 +30,7 @@ import resource
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
@@ -966,6 +967,7 @@ class Run:
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.folder.name}
                 wandb.init(**project, config=asdict(args), dir=self.folder, sync_tensorboard=True)
+        threading.excepthook = lambda failed: warn(f"TensorBoard failed, training goes on: {failed.exc_value}")
         self.writer = torch.utils.tensorboard.SummaryWriter(str(self.folder), purge_step=self.step + 1)
         schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)  # --profile: of iterations 6 to 8
         trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
@@ -1063,7 +1065,7 @@ class Run:
         model = {name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()}
         state = {"iteration": self.iteration, "step": self.step, "seconds": self.seconds, "startup": self.startup}
         state |= {"optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers], "model": model}
-        state |= {"config": asdict(self.args), "metrics_size": self.jsonl.tell()}
+        state |= {"config": asdict(self.args), "metrics_size": os.path.getsize(self.jsonl.name)}
         with self.tolerate("checkpoint"):
             for kind, content in (f"model_{self.env_name}", model), ("trainer", state):
                 write_atomically(self.folder / f"{kind}_{self.iteration:06d}.pt", content)
@@ -1092,7 +1094,8 @@ class Run:
 
 def machine(args: Args) -> str:
     """What this runs on and in which precision, and why."""
-    why = fast_bfloat16(args.device) or "no fast bfloat16 here"
+    fast = fast_bfloat16(args.device)
+    why = "as told" if fast and args.precision == "float32" else fast or "no fast bfloat16 here"
     threads = torch.get_num_threads()
     cpu = f"cpu, {threads} thread{'s' * (threads > 1)}"
     where = torch.cuda.get_device_name() if args.device == "cuda" else cpu

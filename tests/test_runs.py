@@ -426,18 +426,20 @@ def test_nan_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
 
 
 @pytest.fixture
-def almost_full_disk(tmp_path):
+def almost_full_disk(tmp_path, request):
     """A file system with room for the logs but not for a checkpoint."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
-    (folder / "filler").write_bytes(bytes(2**20 - 60 * 1024 - SCRIPT.stat().st_size))
+    room = 1024 * getattr(request, "param", 60)
+    (folder / "filler").write_bytes(bytes(2**20 - room - SCRIPT.stat().st_size))
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.parametrize("almost_full_disk", [60, 16], indirect=True, ids=["for a checkpoint", "for the logs too"])
 def test_full_disk_does_not_stop_training(almost_full_disk, tmp_path):
     result = run_script("--output-dir", almost_full_disk, "--checkpoint-interval", "2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

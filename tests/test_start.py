@@ -42,6 +42,16 @@ def test_precision_auto_is_bfloat16_from_compute_capability_8_on(monkeypatch, ca
     assert args.precision == precision
 
 
+def test_the_first_line_says_why_a_precision_was_taken(monkeypatch):
+    for capabilities, precision, why in (
+        ({"avx512_bf16": True}, "bfloat16", "bfloat16 (AVX512-BF16)"),
+        ({"avx512_bf16": True}, "float32", "float32 (as told)"),
+        ({}, "float32", "float32 (no fast bfloat16 here)"),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        assert ppo.machine(ppo.Args(device="cpu", precision=precision)).endswith(why)
+
+
 def test_bfloat16_where_it_is_slow_is_taken_with_one_line_that_says_how_slow(monkeypatch, capsys):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
     args = ppo.Args(device="cpu", precision="bfloat16")

@@ -290,7 +290,7 @@ def test_watch_takes_the_newest_run(tmp_path, call):
         (tmp_path / "runs").mkdir(exist_ok=True)
         config = screen(tmp_path / "runs" / name, [ROW]) / "config.yaml"
         os.utime(config, (config.stat().st_mtime - age,) * 2)
-    assert "runs/newest" in call(watch)[1]
+    assert "─ newest ─" in call(watch)[1]
 
 
 def test_plot_fills_its_width():
