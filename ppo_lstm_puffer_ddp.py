@@ -82,15 +82,12 @@ class Args:
     seed: int = 1  # of everything: Python, numpy, torch, the C environments, the workers
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to train; auto: CUDA where there is a GPU
     output_dir: str = "runs"  # the folder that runs are written to
-    track: bool = False  # send metrics to Weights and Biases too
-    wandb_project_name: str = "ppo-lstm-puffer"  # the W&B project
-    wandb_entity: str | None = None  # the W&B entity (team)
+    track: bool = False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
     # Environment
     env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments stepped in parallel (an environment may hold several agents)
-    vec_backend: Literal["auto", "native", "serial", "multiprocessing"] = "auto"  # auto: native if it can be, or serial
-    num_workers: int = 2  # worker processes of --vec-backend multiprocessing; an even number is double-buffered
+    num_workers: int = 0  # processes that step the environments; 0: this one; an even number is double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: int = 20_000_000  # steps over all agents; the learning rate is annealed over them
@@ -107,12 +104,10 @@ class Args:
     update_epochs: float = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: float = 0.3  # PPO's clip range of the ratio
-    clip_vloss: bool = True  # clip the value loss
-    vf_clip_coef: float = 0.2  # clip range of the value
+    vf_clip_coef: float = 0.2  # clip range of the value loss; inf: not clipped
     vf_coef: float = 3.5  # weight of the value loss
     ent_coef: float = 0.0001  # weight of the entropy bonus
     max_grad_norm: float = 1.5  # clip the gradient's global norm to this
-    target_kl: float | None = None  # end an update early when approx_kl passes this (slower: a read per minibatch)
     vtrace_rho_clip: float = 1.0  # V-trace's clip of the ratio in the temporal difference
     vtrace_c_clip: float = 1.0  # V-trace's clip of the ratio in the trace
     prio_alpha: float = 0.9  # exponent of the segment priorities; 0 samples uniformly
@@ -246,29 +241,25 @@ def lstm_forward(x, h, c, dones, weight, bias):
     """The LSTM over T steps, its state set to zero wherever dones is 1.
 
     x (T, N, F); h, c (N, H) float32: the state before the first step; dones (T, N); weight (4H, F + H); bias (4H).
-    Returns the outputs (T, N, H), the state after the last step, and per step what the backward pass needs: lists of
-    the inputs [x | h] (N, F + H), the gates' activations i, f, g, o (N, 4H) and the cell states before it (N, H).
+    Returns the outputs (T, N, H), the state after the last step, and what the backward pass needs: the inputs [x | h]
+    (T, N, F + H), the gates' activations i, f, g, o (T, N, 4H) and the cell states (T + 1, N, H) around the steps.
     """
     keep = (1 - dones).unsqueeze(-1)
-    outputs, inputs, gates, cells = [], [], [], []
+    outputs, inputs, gates, cells = [], [], [], [c]
     for t in range(len(x)):
         inputs.append(torch.cat((x[t], (h * keep[t]).to(x.dtype)), dim=1))
         i, f, g, o = (torch.mm(inputs[t], weight.t()).float() + bias).chunk(4, dim=1)
         i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), tanh(g), torch.sigmoid(o)
         gates.append(torch.cat((i, f, g, o), dim=1).to(x.dtype))
-        cells.append(c)
         c = f * (c * keep[t]) + i * g
         h = o * tanh(c)
-        outputs.append(h.to(x.dtype))
-    return torch.stack(outputs), h, c, (inputs, gates, cells)
+        outputs.append(h.to(x.dtype)), cells.append(c)
+    return torch.stack(outputs), h, c, torch.stack(inputs), torch.stack(gates), torch.stack(cells)
 
 
 def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
-    """The chain rule through `lstm_forward`, its weights' gradients aside.
-
-    doutputs (T, N, H): gradients of the outputs; dh, dc (N, H): of the last state; gates, cells: its lists, the last
-    cell state appended. Returns the gradients of the gates before activation (T, N, 4H), and of the first state.
-    """
+    """The chain rule through `lstm_forward`, from the gradients of its outputs (T, N, H) and last state (N, H).
+    Returns those of the gates before activation (T, N, 4H), and of the first state."""
     keep, dgates = (1 - dones).unsqueeze(-1), [None] * len(doutputs)
     for t in reversed(range(len(doutputs))):
         i, f, g, o = gates[t].float().chunk(4, dim=1)
@@ -284,35 +275,25 @@ def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
 
 
 class LSTM(torch.autograd.Function):
-    """`lstm_forward` with its gradient for x, weight and bias; the first state gets none (truncated backpropagation).
-    The input's and the weights' gradients are one product over all steps each: only W_hh is left inside the loop."""
+    """`lstm_forward` to the last state, with its gradient. Autograd's own would take a small product per step for each
+    weight; here only W_hh is inside the loop, and the input's and the weights' gradients are one product each."""
 
     @staticmethod
     def forward(ctx, x, h, c, dones, weight, bias):
-        outputs, saved = [], ([], [], [])
-        for x_part, dones_part in zip(x.split(UNROLL), dones.split(UNROLL)):
-            output, h, c, parts = lstm_forward(x_part, h, c, dones_part, weight, bias)
-            outputs.append(output)
-            for steps, part in zip(saved, parts):
-                steps.extend(part)
-        ctx.save_for_backward(dones, weight, *itertools.chain(*saved), c)
-        return torch.cat(outputs)
+        outputs, h, c, *saved = lstm_forward(x, h, c, dones, weight, bias)
+        ctx.save_for_backward(dones, weight, *saved)
+        return outputs, h, c
 
     @staticmethod
-    def backward(ctx, doutputs):
-        dones, weight, *saved = ctx.saved_tensors
+    def backward(ctx, doutputs, dh, dc):
+        dones, weight, inputs, gates, cells = ctx.saved_tensors
         T, N, H = doutputs.shape
-        inputs, gates, cells = saved[:T], saved[T : 2 * T], saved[2 * T :]
         weight_ih, weight_hh = weight[:, :-H], weight[:, -H:].contiguous()
-        dh, dc, dgates = torch.zeros_like(cells[0]), torch.zeros_like(cells[0]), []
-        for t in reversed(range(0, T, UNROLL)):
-            part, up_to = slice(t, t + UNROLL), slice(t, t + UNROLL + 1)
-            steps, dh, dc = lstm_backward(doutputs[part], dh, dc, gates[part], cells[up_to], dones[part], weight_hh)
-            dgates.insert(0, steps)
-        dgates = torch.cat(dgates).flatten(0, 1)
+        dgates, dh, dc = lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh)
+        dgates = dgates.flatten(0, 1)
         dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(0)  # sums bfloat16 ten times faster than sum()
         dx = torch.mm(dgates, weight_ih).view(T, N, -1)
-        return dx, None, None, None, torch.mm(dgates.t(), torch.cat(inputs)), dbias.float()
+        return dx, dh, dc, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
 
 
 # ALGO LOGIC: advantages, priorities, loss -----------------------------------------------------------------------------
@@ -404,10 +385,8 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     ratio = logratio.exp()
     surrogate = torch.min(ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages)
     policy_loss = -(weight * surrogate).sum()
-    value_error = (values - returns) ** 2
-    if args.clip_vloss:
-        clipped = old_values + (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
-        value_error = torch.max(value_error, (clipped - returns) ** 2)
+    clipped = old_values + (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
+    value_error = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
@@ -422,14 +401,17 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations[:, segments])
-    hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
-    return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
+    features, h, c, hidden = agent.encode(observations[:, segments]), h[segments], c[segments], []
+    weights = agent.lstm_weights()
+    for steps, resets in zip(features.split(UNROLL), dones[:, segments].split(UNROLL)):
+        outputs, h, c = LSTM.apply(steps, h, c, resets, *weights)
+        hidden.append(outputs)
+    return ppo_loss(agent, torch.cat(hidden), actions[:, segments], logprobs[:, segments], *drawn, args)
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
     """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns actions, logprobs, values, h, c."""
-    hidden, h, c, _ = lstm_forward(agent.encode(observations[None]), h, c, dones[None], weight, bias)
+    hidden, h, c, *_ = lstm_forward(agent.encode(observations[None]), h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
     return *agent.sample(logits, noise), values, h, c
 
@@ -629,15 +611,15 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
             drawn, rollout_advantages = draw()  # of the policy that acted
             rollout_returns = rollout_advantages + values[:T]
             dist.all_reduce(summaries)
-            for updates in range(1, num_minibatches + 1):
-                drawn, losses = update(drawn, last=updates == num_minibatches)
+            for minibatch in range(num_minibatches):
+                drawn, losses = update(drawn, last=minibatch == num_minibatches - 1)
                 statistics += losses
-                if args.target_kl is not None and losses[LOSSES.index("approx_kl")] > args.target_kl:
-                    break
             agreed = torch.tensor((norm, -norm, run.signum > 0, run.stopping), dtype=torch.float64)
             dist.all_reduce(agreed, dist.ReduceOp.MAX)  # what one rank is told, all do after the same iteration
             run.signum, stopped = run.signum or (signal.SIGTERM if agreed[2] else 0), agreed[3] > 0
-            *losses, norm = torch.cat((statistics / updates, nn.utils.get_total_norm(parameters)[None])).tolist()
+            *losses, norm = torch.cat(
+                (statistics / num_minibatches, nn.utils.get_total_norm(parameters)[None])
+            ).tolist()
             losses = dict(zip(LOSSES, losses))  # the one read: waits for the device
             iteration, step = iteration + 1, step + batch_size
             run.lap("update")
@@ -915,22 +897,17 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
 def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     """Vectorized environments as the arguments say. Raises UsageError."""
     make, kwargs, copies = environment_class(args.env_id), dict(args.env), num_envs or args.num_envs
-    native = inspect.isclass(make) and issubclass(make, pufferlib.PufferEnv)
-    native = native and "num_envs" in inspect.signature(make).parameters  # one object steps many environments
-    backend = args.vec_backend if args.vec_backend != "auto" else "native" if native else "serial"
-    if backend == "native" and not native:
-        raise UsageError(f"--vec-backend native: {args.env_id} does not vectorize itself; serial or multiprocessing do")
-    if backend == "multiprocessing" and copies % args.num_workers:
+    if args.num_workers and copies % args.num_workers:
         raise UsageError(f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}")
-    if native:
-        all_envs, copies = copies, args.num_workers if backend == "multiprocessing" else 1
-        kwargs["num_envs"] = all_envs // copies
-    creator, how = functools.partial(make_one, make, seed, os.getpid(), kwargs), {"backend": "Serial"}
-    if backend == "multiprocessing":  # in halves if they are even: one steps while the policy acts on the other
-        how = {"backend": "Multiprocessing", "num_workers": args.num_workers, "overwork": True}
+    native = inspect.isclass(make) and issubclass(make, pufferlib.PufferEnv)
+    if native := native and "num_envs" in inspect.signature(make).parameters:  # one object steps many environments
+        kwargs["num_envs"], copies = copies // max(args.num_workers, 1), max(args.num_workers, 1)
+    how = {"num_envs": copies, "backend": "PufferEnv" if native else "Serial"}
+    if args.num_workers:  # in halves if they are even: one steps while the policy acts on the other
+        how |= {"backend": "Multiprocessing", "num_workers": args.num_workers, "overwork": True}
         how["batch_size"] = copies // (2 if args.num_workers % 2 == 0 else 1)
     with blame(f"--env-id {args.env_id}: cannot be made with {args.env}"):
-        return Envs(creator() if backend == "native" else pufferlib.vector.make(creator, num_envs=copies, **how), seed)
+        return Envs(pufferlib.vector.make(functools.partial(make_one, make, seed, os.getpid(), kwargs), **how), seed)
 
 
 # PLUMBING: a run's folder: checkpoints, logging -----------------------------------------------------------------------
@@ -1007,8 +984,8 @@ class Run:
                 os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds that an unreachable server costs
                 import wandb
 
-                project = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.folder.name}
-                wandb.init(**project, config=asdict(args), dir=self.folder, sync_tensorboard=True)
+                how = {"project": os.getenv("WANDB_PROJECT", "ppo-lstm-puffer"), "sync_tensorboard": True}
+                wandb.init(name=self.folder.name, config=asdict(args), dir=self.folder, **how)
         threading.excepthook = lambda failed: warn(f"TensorBoard failed, training goes on: {failed.exc_value}")
         self.writer = torch.utils.tensorboard.SummaryWriter(str(self.folder), purge_step=self.step + 1)
         schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)  # --profile: of iterations 6 to 8
@@ -1145,9 +1122,7 @@ def machine(args: Args) -> str:
     """What this runs on and in which precision, and why."""
     fast = fast_bfloat16(args.device)
     why = "as told" if fast and args.precision == "float32" else fast or "no fast bfloat16 here"
-    threads = torch.get_num_threads()
-    cpu = f"cpu, {threads} thread{'s' * (threads > 1)}"
-    where = torch.cuda.get_device_name() if args.device == "cuda" else cpu
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
     if args.device == "cpu" and os.path.exists("/proc/driver/nvidia") and not torch.cuda.is_available():
         where += " (an NVIDIA driver is here, but this torch sees no GPU)"
     return f"{where}, {args.precision} ({why})"
@@ -1158,9 +1133,9 @@ def machine(args: Args) -> str:
 
 def check_args(args: Args):
     """Resolves what is "auto", and raises UsageError for what cannot be right."""
-    sizes = "num_envs num_workers num_steps minibatch_size max_minibatch_size hidden_size total_timesteps log_interval"
-    rates = "seed learning_rate adam_learning_rate update_epochs clip_coef vf_clip_coef max_grad_norm prio_alpha"
-    bounds = {f"{sizes} checkpoint_interval keep_checkpoints": (1, np.inf), rates: (0, np.inf)}
+    sizes = "num_envs num_steps minibatch_size max_minibatch_size hidden_size total_timesteps log_interval"
+    rates = "seed num_workers learning_rate adam_learning_rate update_epochs clip_coef vf_clip_coef max_grad_norm"
+    bounds = {f"{sizes} checkpoint_interval keep_checkpoints": (1, np.inf), f"{rates} prio_alpha": (0, np.inf)}
     for names, (least, most) in (bounds | {"momentum gamma gae_lambda prio_beta0": (0, 1)}).items():
         for name in names.split():
             value = getattr(args, name)

@@ -292,7 +292,7 @@ class Chain:
 class Workers(Chain):
     """The script with two environment workers. They ignore SIGINT and SIGTERM, which are the parent's to answer."""
 
-    arguments = "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --vec-backend multiprocessing"
+    arguments = "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --num-workers 2"
     victims, iteration = ("script", "worker"), 16 * 8
 
     def processes(self, target: str) -> list[psutil.Process]:

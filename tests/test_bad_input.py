@@ -81,8 +81,7 @@ def the_line(code: int, stderr: str) -> str:
         ("--env.nonsense 3", "nonsense breakout"),
         ("--env.frameskip often", "frameskip often"),
         ("--env-id CartPole-v1 --env.nonsense 3", "CartPole-v1 nonsense"),
-        ("--env-id CartPole-v1 --vec-backend native", "--vec-backend native CartPole-v1 serial"),
-        ("--num-envs 15 --num-workers 2 --vec-backend multiprocessing", "--num-envs 15 --num-workers 2"),
+        ("--num-envs 15 --num-workers 2", "--num-envs 15 --num-workers 2"),
         ("--resume latest", "--resume latest runs"),
         ("--resume nowhere", "--resume nowhere"),
     ],
@@ -243,10 +242,10 @@ def test_value_out_of_bounds_in_a_configuration_is_named_as_its_flag(refused, tm
 
 def test_numbers_of_a_configuration_may_be_written_as_people_write_them(tmp_path):
     (tmp_path / "given.yaml").write_text(
-        "learning_rate: 1e-3\ntotal-timesteps: 20_000\nenv: {frameskip: 2}\ntarget_kl: null"
+        "learning_rate: 1e-3\ntotal-timesteps: 20_000\nenv: {frameskip: 2}\ntime_limit: null"
     )
     args, _ = ppo.parse_args(["--config", str(tmp_path / "given.yaml"), "--env.num_balls", "3", "--num_envs=64"])
-    assert (args.learning_rate, args.total_timesteps, args.target_kl, args.num_envs) == (1e-3, 20_000, None, 64)
+    assert (args.learning_rate, args.total_timesteps, args.time_limit, args.num_envs) == (1e-3, 20_000, None, 64)
     assert args.env == {"frameskip": 2, "num_balls": 3}
 
 
@@ -279,7 +278,7 @@ def test_process_refuses_a_pickle_that_would_run_code(tmp_path):
 
 
 def test_process_leaves_no_workers_when_an_argument_is_wrong(tmp_path):
-    result = run_script("--vec-backend", "multiprocessing", "--minibatch-size", "4096", cwd=tmp_path, timeout=60)
+    result = run_script("--num-workers", "2", "--minibatch-size", "4096", cwd=tmp_path, timeout=60)
     assert "--minibatch-size 4096" in the_line(result.returncode, result.stderr)
 
 

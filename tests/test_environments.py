@@ -106,12 +106,12 @@ def test_emulated_environment_trains(train, env_id, agents):
 
 
 WORKERS = [
-    ("breakout", "", 4),
-    ("target", "", 32),  # MultiDiscrete, several agents
-    ("drone", "", 4),  # Box action
-    ("environments:DictObs-v0", "", 4),
-    ("environments:Image-v0", "", 4),
-    ("tests.parallel_game", "", 12),
+    ("breakout", "--num-workers 2", 4),
+    ("target", "--num-workers 2", 32),  # MultiDiscrete, several agents
+    ("drone", "--num-workers 2", 4),  # Box action
+    ("environments:DictObs-v0", "--num-workers 2", 4),
+    ("environments:Image-v0", "--num-workers 2", 4),
+    ("tests.parallel_game", "--num-workers 2", 12),
     ("CartPole-v1", "--num-workers 4", 4),
     ("CartPole-v1", "--num-workers 1", 4),
 ]
@@ -119,11 +119,7 @@ WORKERS = [
 
 @pytest.mark.parametrize("env_id, arguments, agents", WORKERS)
 def test_environment_trains_in_worker_processes(train, env_id, arguments, agents):
-    train(env_id, "--vec-backend multiprocessing " + arguments, agents)
-
-
-def test_serial_copies_of_a_native_environment_train(train):
-    train("breakout", "--vec-backend serial")
+    train(env_id, arguments, agents)
 
 
 def test_optimizers_and_precisions_train_every_action_space(train):
@@ -134,7 +130,7 @@ def test_optimizers_and_precisions_train_every_action_space(train):
 @pytest.mark.parametrize("num_workers, groups", [(1, 1), (2, 2), (4, 2)])
 def test_even_workers_are_double_buffered(num_workers, groups):
     """Two halves of the agents: one is stepped by its workers while the policy acts on the other."""
-    args = ppo.Args(env_id="CartPole-v1", vec_backend="multiprocessing", num_envs=8, num_workers=num_workers)
+    args = ppo.Args(env_id="CartPole-v1", num_envs=8, num_workers=num_workers)
     envs = ppo.make_envs(args, seed=1)
     try:
         assert envs.num_groups == groups

@@ -311,7 +311,7 @@ def test_wrong_command_is_found(line, clone):
 def test_output_shown_is_what_a_run_prints(finished):
     (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
     on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
-    assert re.fullmatch(r"on: cpu, \d threads?, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
+    assert re.fullmatch(r"on: cpu, threads: \d, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
     assert f'doing = "{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
     assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
     keys = [

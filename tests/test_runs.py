@@ -24,7 +24,7 @@ ITERATIONS = 8
 LOSSES = {
     "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance", "importance", "grad_norm",
 }  # fmt: skip
-WORKERS = ["--vec-backend", "multiprocessing", "--num-workers", "2"]
+WORKERS = ["--num-workers", "2"]
 LONG = ["--total-timesteps", "100_000_000"]
 
 

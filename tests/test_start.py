@@ -64,12 +64,12 @@ def test_what_was_chosen_is_printed_stored_and_kept_by_a_resumed_run(tmp_path):
     chosen = "bfloat16" if ppo.fast_bfloat16("cpu") else "float32"
     other = "float32" if chosen == "bfloat16" else "bfloat16"
     result = run_script("--precision", "auto", cwd=tmp_path)
-    assert f"on: cpu, 1 thread, {chosen} (" in result.stderr
+    assert f"on: cpu, threads: 1, {chosen} (" in result.stderr
     assert yaml.safe_load((newest_run(tmp_path) / "config.yaml").read_text())["precision"] == chosen
     run_script("--precision", other, "--total-timesteps", "1024", cwd=tmp_path)  # a run of a machine of the other kind
     result = run_script("--resume", "latest", "--total-timesteps", "2048", cwd=tmp_path, small=False)
     assert result.returncode == 0, result.stderr
-    assert f"on: cpu, 1 thread, {other} (" in result.stderr
+    assert f"on: cpu, threads: 1, {other} (" in result.stderr
 
 
 @pytest.mark.parametrize(

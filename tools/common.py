@@ -115,7 +115,7 @@ class Trained:
         known = [item.name for item in dataclasses.fields(self.script.Args)]  # with --script it may be another's run
         config = read_config(folder) if has_config else {"precision": "float32"}
         config = {key: value for key, value in config.items() if key in known}
-        config |= {"device": "cpu", "vec_backend": "auto", "cuda_graphs": False}
+        config |= {"device": "cpu", "num_workers": 0, "cuda_graphs": False}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, self.usage_errors(), one_line():
             yaml.safe_dump(config, file)
             file.flush()

@@ -76,9 +76,9 @@ def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradi
     agent.to(device)
     ours = x.to(device).requires_grad_()
     inputs = h.to(device), c.to(device), dones.to(device), *agent.lstm_weights()
-    outputs = xla.LSTM.apply(ours, *inputs)
+    outputs, *_ = xla.LSTM.apply(ours, *inputs)
     (outputs * outer.to(device)).sum().backward()
-    _, h, c, _ = xla.lstm_forward(ours.detach(), *inputs)
+    _, h, c, *_ = xla.lstm_forward(ours.detach(), *inputs)
     torch.testing.assert_close(
         [t.detach().cpu() for t in (outputs, h, c)], [expected, last_h, last_c], atol=1e-5, rtol=1e-5
     )
@@ -93,10 +93,10 @@ def test_policy_steps_go_through_the_states_of_the_scan(device):
     agent.to(device)
     with torch.no_grad():
         weights = agent.lstm_weights()
-        _, last_h, last_c, _ = xla.lstm_forward(x.to(device), h.to(device), c.to(device), dones.to(device), *weights)
+        _, last_h, last_c, *_ = xla.lstm_forward(x.to(device), h.to(device), c.to(device), dones.to(device), *weights)
         h, c = h.to(device), c.to(device)
         for t in range(len(x)):
-            _, h, c, _ = xla.lstm_forward(x[t : t + 1].to(device), h, c, dones[t : t + 1].to(device), *weights)
+            _, h, c, *_ = xla.lstm_forward(x[t : t + 1].to(device), h, c, dones[t : t + 1].to(device), *weights)
     torch.testing.assert_close((h.cpu(), c.cpu()), (last_h.cpu(), last_c.cpu()), atol=1e-5, rtol=1e-5)
 
 
@@ -164,7 +164,7 @@ def test_first_update_is_the_references(tmp_path, optimizer):
     "arguments",
     [
         ["--env-id", "cartpole", "--learning-rate", "0.05"],
-        ["--env-id", "environments:CueRecall-v0", "--vec-backend", "multiprocessing", "--num-workers", "2"],
+        ["--env-id", "environments:CueRecall-v0", "--num-workers", "2"],
         ["--env-id", "environments:TwoDials-v0", "--learning-rate", "0.05"],
         ["--env-id", "environments:Continuous-v0", "--learning-rate", "0.05"],
     ],
@@ -211,7 +211,7 @@ def test_nothing_is_compiled_after_two_iterations(finished):
 
 def test_nothing_is_compiled_late_when_updates_stop_early_on_four_devices(tmp_path):
     """Nor with two groups of agents, nor after a resume."""
-    workers = ["--vec-backend", "multiprocessing", "--num-workers", "2", "--target-kl", "1e-5", "--update-epochs", "2"]
+    workers = ["--num-workers", "2", "--update-epochs", "2"]
     run = succeed(*workers, cwd=tmp_path, devices=4)
     assert compiled(run)[1] == compiled(run)[-1]
     succeed("--resume", "latest", "--total-timesteps", 14 * STEPS, cwd=tmp_path, devices=4)
