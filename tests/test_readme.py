@@ -1,4 +1,4 @@
-"""Every command in README.md is checked: those of its code blocks, and those between backticks in its text.
+"""Every command in README.md and docs/ is checked: those of its code blocks, and those between backticks in its text.
 
 The first rule of RULES that fits a command says how; a command that none fits fails, so that nothing is added without a test.
 Training commands run as they are written but for one iteration and without compiling, in a fork of this process; those that another
@@ -29,7 +29,8 @@ import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_ddp as ddp
 import protein_sweep
 
-README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README = "\n".join(PAGES.values())
 SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_lstm_puffer*.py"))
 STANDS_FOR = {
     "runs/RUN": "runs/{run}",  # a small finished run
@@ -55,7 +56,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalW
 
 
 def code_blocks(text: str) -> list[str]:
-    return [block for _, block in re.findall(r"^( *)```\w*\n(.*?)^\1```$", text, re.M | re.S)]
+    """Of no language: commands, or what a run prints."""
+    return [block for _, word, block in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.M | re.S) if not word]
 
 
 def code_spans(text: str) -> list[str]:
@@ -102,7 +104,10 @@ def clone(finished, tmp_path, monkeypatch):
         elif path.name not in ("runs", "sweeps", "wandb", "resources", ".git"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))  # as `import pufferlib` would
-    shutil.copy(ROOT / "ppo_lstm_puffer.py", tmp_path / "my_ppo.py")  # a reader's own copy
+    shutil.copy(ROOT / "ppo_lstm_puffer.py", tmp_path / "my_ppo.py")  # a reader's own copy, and environment
+    (environment,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    (tmp_path / "my_env.py").write_text(environment)
+    monkeypatch.syspath_prepend(tmp_path)  # as for a script there
     run = shutil.copytree(finished[0], tmp_path / "runs" / finished[0].name)
     best = tmp_path / "sweeps" / "breakout__ppo_lstm_puffer" / "best.yaml"
     best.parent.mkdir(parents=True)
@@ -338,16 +343,24 @@ def test_flags_in_the_text_exist():
     assert {flag for flag in flags if flag not in known and not flag.startswith("--env")} == set()
 
 
-def test_files_and_links_lead_somewhere():
-    spans = [span for span in code_spans(README) if re.fullmatch(r"[\w.-]+/[\w./-]+\.(py|md|yaml|sh|patch|txt)", span)]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_links_lead_somewhere(page):
+    text = PAGES[page]
+    spans = [span for span in code_spans(text) if re.fullmatch(r"[\w.-]+/[\w./-]+\.(py|md|yaml|sh|patch|txt)", span)]
     missing = [span for span in spans if not span.startswith(("runs/", "sweeps/")) and not (ROOT / span).exists()]
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^( *)```.*?^\1```$", "", README, flags=re.M | re.S), re.M)
-    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    for target in re.findall(r"\]\(([^)\s]+)\)", README) + re.findall(r'(?:src|href)="([^"]+)"', README):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
-        if not target.startswith("http"):
-            missing += [target] * (anchor not in anchors if not path else not (ROOT / path).exists())
+        assert not anchor or target.startswith("http"), "pages are short: link to the page"
+        missing += [target] * (not target.startswith("http") and not (page.parent / path).exists())
     assert missing == []
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert [
+        page.name
+        for page in PAGES
+        if page.parent.name == "docs" and f"docs/{page.name}" not in PAGES[ROOT / "README.md"]
+    ] == []
 
 
 def test_places_to_change_exist():

@@ -61,3 +61,8 @@ def test_scripts_keep_to_their_budget(script):
     if difference:
         compared = subprocess.run(["diff", SCRIPT, ROOT / script], capture_output=True, text=True)
         assert len(compared.stdout.splitlines()) <= difference
+
+
+def test_the_readme_keeps_to_its_budget():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200 and len(text) <= 14_000 and max(map(len, text.splitlines())) <= 160
