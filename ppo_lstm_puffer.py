@@ -87,7 +87,7 @@ class Args:
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: int = 20_000_000  # steps over all agents; the learning rate is annealed over them
-    learning_rate: float | None = None  # of --optimizer (with adam, try 0.01); default: 0.015, in float32 0.025
+    learning_rate: float | None = None  # of --optimizer (with adam, try 0.01); None: 0.015, in float32 0.025
     adam_learning_rate: float = 1e-3  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: float = 0.85  # Muon's momentum, Adam's beta1 where Adam trains all
@@ -114,7 +114,7 @@ class Args:
     compile: bool = True  # torch.compile the policy step and the update (needs a C++ compiler); eager always works
     cuda_graphs: bool = False  # record what can be as CUDA graphs, and replay them (experimental)
     # Run
-    time_limit: float | None = None  # stop after this many seconds of training; compiling does not count
+    time_limit: float | None = None  # stop after so many seconds of training, resumes included, compiling not
     log_interval: int = 10  # iterations between two log lines
     checkpoint_interval: int = 100  # iterations between two checkpoints
     keep_checkpoints: int = 3  # how many of the last checkpoints to keep
@@ -143,18 +143,19 @@ class Agent(nn.Module):
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden_size: int, precision="float32"):
         super().__init__()
         shape, self.dtype = observation_space.shape, getattr(torch, precision)
+        # An image is uint8, of 36 x 36 pixels or more: the smallest that the convolutions take.
         self.image = observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
         self.channels_last = self.image and len(shape) == 3 and shape[2] <= 4
         self.continuous = isinstance(action_space, gym.spaces.Box)
         self.action_dtype = torch.float32 if self.continuous else torch.int64
-        self.policy, conv = nn.Module(), []
-        x = self.flatten(torch.zeros(1, *shape))
+        self.policy, layers = nn.Module(), []
+        x = self.flatten(torch.zeros(1, *shape))  # goes through the layers for their sizes
         if self.image:  # the convolutional encoder of Mnih et al. 2015
             for channels, size, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
-                conv += [layer_init(nn.Conv2d(x.shape[1], channels, size, stride)), nn.ReLU()]
-                x = conv[-2](x)
-            x, conv = x.flatten(1), [*conv, nn.Flatten()]
-        self.policy.encoder = nn.Sequential(*conv, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU())
+                layers += [layer_init(nn.Conv2d(x.shape[1], channels, size, stride)), nn.ReLU()]
+                x = layers[-2](x)
+            x, layers = x.flatten(1), [*layers, nn.Flatten()]
+        self.policy.encoder = nn.Sequential(*layers, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU())
         if self.continuous:
             self.num_logits = int(np.prod(action_space.shape))
             self.policy.decoder_mean = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
@@ -180,7 +181,7 @@ class Agent(nn.Module):
     def encode(self, observations: torch.Tensor) -> torch.Tensor:
         """Observations (T, N, *obs) of any dtype to features (T, N, hidden) in the compute dtype."""
         x = self.flatten(observations.flatten(0, 1)).to(self.dtype)
-        # Weights are cast by hand: with torch.autocast inside, a function would be compiled anew in every process.
+        # Parameters are cast by hand: with torch.autocast inside, a function would be compiled anew in every process.
         weights = {name: weight.to(self.dtype) for name, weight in self.policy.encoder.named_parameters()}
         return torch.func.functional_call(self.policy.encoder, weights, x).view(*observations.shape[:2], -1)
 
@@ -237,8 +238,8 @@ def lstm_forward(x, h, c, dones, weight, bias):
     """The LSTM over T steps, its state set to zero wherever dones is 1.
 
     x (T, N, F); h, c (N, H) float32: the state before the first step; dones (T, N); weight (4H, F + H); bias (4H).
-    Returns the outputs (T, N, H), the state after the last step, and what the backward pass needs: the inputs [x | h]
-    (T, N, F + H), the gates' activations i, f, g, o (T, N, 4H) and the cell states (T + 1, N, H) around the steps.
+    Returns the outputs (T, N, H), the state after the last step, and what the backward pass needs: the inputs [x | h],
+    h after the reset (T, N, F + H), the gates' activations (T, N, 4H), the cell states (T + 1, N, H) before resets.
     """
     keep = (1 - dones).unsqueeze(-1)
     outputs, inputs, gates, cells = [], [], [], [c]
@@ -299,9 +300,9 @@ def compute_advantages(values, rewards, dones, valid, ratio, gamma, gae_lambda, 
     """V-trace's temporal differences (Espeholt et al. 2018) summed as in GAE (Schulman et al. 2016); float32, (T, N).
 
     values, dones (T + 1, N): row T is of the observation after the segment, its value the bootstrap; dones[t] = 1 if
-    the episode ended just before o_t; rewards, valid, ratio (T, N). Where valid is 0 (the environment ignores the
-    action) the sum starts anew, so a truncated episode bootstraps from its last observation's value.
-    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets.
+    the episode ended just before o_t; rewards, valid, ratio (T, N). With ratio 1 this is GAE; with lambda 1, A + v are
+    V-trace's targets. Where valid is 0 the environment ignores the action, and the sum starts anew. So a truncation
+    bootstraps: its last observation has valid 0 and dones 0, and dones is 1 in the row after it.
     """
     discount = gamma * (1 - dones[1:])
     delta = ratio.clamp(max=rho_clip) * (rewards + discount * values[1:] - values[:-1]) * valid
@@ -316,10 +317,11 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     """k prioritized segments (Schaul et al. 2016), p_i ~ (sum_t |A_ti|)^alpha, by systematic sampling (Madow 1949).
 
     Segments lie in random order on a line, each as long as its probability q_i = min(1, c p_i) of being drawn, and k
-    points at equal distances hit k of them, none twice. With beta = 1 the weights k / (N q_i) make the minibatch's mean
-    an unbiased one of all segments (Horvitz and Thompson 1952).
+    points at equal distances hit k of them, none twice. c is such that the q_i add up to k: the largest are certain,
+    the rest share what is left. With beta = 1 the weights k / (N q_i) make the minibatch's mean an unbiased one of all
+    segments (Horvitz and Thompson 1952). Returns indices (k) int64 and weights^beta (k) float32.
 
-    advantages (T, N); uniform (N + 1): random numbers in [0, 1). Returns indices (k) int64, weights^beta (k) float32.
+    advantages (T, N); uniform (N + 1): random numbers in [0, 1), N for the order and one for the first point.
     """
     N = advantages.shape[1]
     priorities = advantages.abs().sum(0) ** alpha
@@ -339,8 +341,8 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
     values, dones, valid (T + 1, N), rewards, ratio (T, N), uniform (N + 1), beta: see the two functions above.
-    Returns the segments' indices (B); of these segments, (T, B) each, what `ppo_loss` needs: advantages (normalized,
-    times the importance weight), returns, values, weight; and the advantages of all segments (T, N).
+    Returns the segments' indices (B); of these, (T, B) each (B last: there a large minibatch is cut), what `ppo_loss`
+    needs: advantages (normalized, times the importance weight), returns, values, weight; and all advantages (T, N).
     """
     discounts = args.gamma, args.gae_lambda, args.vtrace_rho_clip, args.vtrace_c_clip
     all_advantages = compute_advantages(values, rewards, dones, valid[:-1], ratio, *discounts)
@@ -355,14 +357,16 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     return segments, advantages * importance, returns, values, weight, all_advantages
 
 
+# PuffeRL's names: old_approx_kl is the mean of -log ratio, importance the mean ratio.
 LOSSES = "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "importance", "grad_norm"
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_values, weight, args):
     """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus, as sums weighted by `weight`.
 
-    hidden (T, B, H): LSTM outputs; actions (T, B, actions); the rest (T, B) float32; weight: 1 / number of steps that
-    count. Returns the loss, the detached log-ratio and values (T, B), and the first seven of LOSSES.
+    hidden (T, B, H): LSTM outputs; actions (T, B, actions); the rest (T, B) float32. weight: 0, or 1 / the steps that
+    count in the whole minibatch; its parts are added, so every term is a weighted sum. Of these the advantages alone
+    have the importance weight. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
     """
     logits, values = agent.heads(hidden)
     logprobs, entropy = agent.evaluate_actions(logits, actions)
@@ -378,8 +382,8 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     with torch.no_grad():
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-        kl, importance = -(weight * logratio).sum(), (weight * ratio).sum()
-        losses = torch.stack((policy_loss, value_loss, entropy, kl, approx_kl, clipfrac, importance))
+        old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
+        losses = torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac, mean_ratio))
     return loss, logratio.detach(), values.detach(), losses
 
 
@@ -458,12 +462,14 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
 
 # TRAINING -------------------------------------------------------------------------------------------------------------
 
+COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by these names, where it is worth it
+
 
 def train(args: Args, resumed: dict | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
     device = torch.device(args.device)
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
-    envs = make_envs(args, seed_everything(args.seed + iteration))  # resumed, other numbers than those before
+    envs = make_envs(args, seed_everything(args.seed + iteration))  # a resumed run draws other numbers
     T, N = args.num_steps, envs.num_agents
     batch_size = N * T
     num_iterations = -(-args.total_timesteps // batch_size)
@@ -520,15 +526,14 @@ def train(args: Args, resumed: dict | None = None) -> int:
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         """Draws a minibatch and takes an optimizer step. Returns the advantages of all segments, and LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        *minibatch, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        segments, *drawn, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
         batch, results = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T]), []
         agent.zero_grad()
-        for chunk in zip(*(tensor.chunk(num_chunks, dim=-1) for tensor in minibatch)):
+        for chunk in zip(*(tensor.chunk(num_chunks, dim=-1) for tensor in (segments, *drawn))):
             loss, *result = minibatch_loss(agent, *batch, *chunk, args=args)
             loss.backward()
             results.append(result)
         logratios, newvalues, losses = zip(*results)
-        segments = minibatch[0]
         ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         for optimizer in optimizers:
@@ -549,7 +554,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             noise.copy_(agent.sampling_noise(T + 1, N, device=device))
             for stored, weight in zip(lstm_weights, agent.lstm_weights()):
                 stored.copy_(weight.detach())
-            for t in range(T + 1):  # T steps, and v_T: the carried state sees the next observation
+            for t in range(T + 1):  # T steps, and v_T of the observation after them, which leaves the state as it is
                 for rows in groups:
                     if t > 0:
                         receive(t)
@@ -576,10 +581,11 @@ def train(args: Args, resumed: dict | None = None) -> int:
             rollout_values = values[:T].clone()
             for minibatch in range(num_minibatches):
                 advantages, losses = update()
-                if minibatch == 0:  # of the policy that acted
+                if minibatch == 0:  # those of the policy that acted; a CUDA graph writes there again
                     rollout_advantages, rollout_returns = advantages.clone(), advantages + rollout_values
                 statistics += losses
-            losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # the one read: waits for the device
+            losses = (statistics / num_minibatches).tolist()  # the one read: waits for the device
+            losses = dict(zip(LOSSES, losses, strict=True))
             iteration, step = iteration + 1, step + batch_size
             run.lap("update")
 
@@ -588,7 +594,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
                 raise FloatingPointError(f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate")
             last = iteration == num_iterations
-            if iteration == 1 or iteration % args.log_interval == 0 or last:
+            if iteration == 1 or iteration % args.log_interval == 0 or last:  # losses of this iteration alone
                 counted = valid[:T] > 0
                 unexplained, variance = rollout_advantages[counted].var(), rollout_returns[counted].var()
                 losses["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else 0.0
@@ -677,8 +683,8 @@ def compile_hot_functions():
     except Exception:
         return warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
     run_compiler, cpp_builder._run_compile_cmd = cpp_builder._run_compile_cmd, compile_then_rename
-    for function in (act, lstm_forward, lstm_backward, draw_minibatch, ppo_loss):
-        globals()[function.__name__] = torch.compile(function, dynamic=False)
+    for name in COMPILED:
+        globals()[name] = torch.compile(globals()[name], dynamic=False)
 
 
 class Recorded:
@@ -719,7 +725,7 @@ class Envs:
         self.ended = np.ones(self.num_agents, bool)  # the episode is over: the next observation begins another
         self.returns, self.lengths = np.zeros(self.num_agents), np.zeros(self.num_agents, int)
         self.episodes: list[tuple[int, float, int]] = []  # (agent, return, length) of episodes that finished
-        self.logs: dict[str, list] = defaultdict(list)  # what the environments log, as (value, weight)
+        self.logs: dict[str, list] = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
         self.processes, self.received = getattr(vecenv, "processes", []), []
         if self.processes:
             atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the workers
@@ -904,7 +910,7 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
 def load_state(agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args, resumed: dict | None):
     """A checkpoint's weights and optimizers' states, or the weights of --load-weights. Raises UsageError."""
     source = "--resume" if resumed else f"--load-weights {args.load_weights}"
-    with blame(f"{source}: do --env-id, --hidden-size and --optimizer fit?"):
+    with blame(f"{source}: does the network fit (--env-id, --hidden-size, the script), and --optimizer?"):
         if resumed:
             agent.load_state_dict(resumed["model"])
             for optimizer, state in zip(optimizers, resumed["optimizers"], strict=True):
@@ -1027,10 +1033,10 @@ class Run:
             for name, value in row.items():
                 name = name if "/" in name else f"charts/{'SPS' if name == 'sps' else name}"
                 self.writer.add_scalar(name, value, self.step)
-        names = "env/score", "episodic_return", "episodic_length", "losses/approx_kl", "losses/entropy"
-        self.shown |= {name.rpartition("/")[2]: f"{row[name]:.4g}" for name in names if name in row}
-        shown = {"step": self.step, "time": f"{row['time']:.1f}", "sps": f"{row['sps']:.0f}"} | self.shown
-        line = " ".join(f"{name}={value}" for name, value in shown.items())
+        names = "step time sps env/score episodic_return episodic_length losses/approx_kl losses/entropy"
+        self.shown |= row  # some have no new value in every interval
+        shown = ((name.rpartition("/")[2], self.shown[name]) for name in names.split() if name in self.shown)
+        line = " ".join(f"{name}={value:{'.0f' if value >= 1000 else '.4g'}}" for name, value in shown)
         self.live.update(self.task, completed=self.step, description=line)
         if self.live.disable:
             print(line, flush=True)
@@ -1084,7 +1090,8 @@ def check_args(args: Args):
     """Resolves what is "auto", and raises UsageError for what cannot be right."""
     sizes = "num_envs num_steps minibatch_size max_minibatch_size hidden_size total_timesteps log_interval"
     rates = "seed num_workers learning_rate adam_learning_rate update_epochs clip_coef vf_clip_coef max_grad_norm"
-    bounds = {f"{sizes} checkpoint_interval keep_checkpoints": (1, np.inf), f"{rates} prio_alpha": (0, np.inf)}
+    rates += " vf_coef ent_coef vtrace_rho_clip vtrace_c_clip prio_alpha"
+    bounds = {f"{sizes} checkpoint_interval keep_checkpoints": (1, np.inf), rates: (0, np.inf)}
     for names, (least, most) in (bounds | {"momentum gamma gae_lambda prio_beta0": (0, 1)}).items():
         for name in names.split():
             value = getattr(args, name)
@@ -1115,10 +1122,10 @@ def from_yaml(config: dict, source: str, skip_unknown: bool = False) -> Args:
     """Arguments from a mapping, their types checked. Raises UsageError."""
     known, config = [item.name for item in fields(Args)], {key.replace("-", "_"): config[key] for key in config}
     for key in config.keys() - set(known):
-        near = f"; near it: {', '.join(difflib.get_close_matches(key, known))}"
         if not skip_unknown:
-            raise UsageError(f"{source}: unknown key {key}{near}")
-        warn(f"{source}: unknown here, so ignored: {config.pop(key)}")
+            near = difflib.get_close_matches(key, known, cutoff=0)
+            raise UsageError(f"{source}: unknown key {key}; near it: {', '.join(near)}")
+        warn(f"{source}: unknown here, so ignored: {key}={config.pop(key)}")
     with blame(source):
         return pydantic.TypeAdapter(Args).validate_python(config)
 

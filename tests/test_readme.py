@@ -370,4 +370,4 @@ def test_places_to_change_exist():
         for row in table.splitlines()[2:]
         for name in re.findall(r"`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])
     ]
-    assert len(names) > 5 and [name for name in names if not hasattr(ppo, name)] == []
+    assert len(names) > 5 and [name for name in names if not hasattr(ppo, name) and "(" not in name] == []

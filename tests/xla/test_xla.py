@@ -209,7 +209,7 @@ def test_nothing_is_compiled_after_two_iterations(finished):
     assert compiled(finished)[1] == compiled(finished)[-1] > 3
 
 
-def test_nothing_is_compiled_late_when_updates_stop_early_on_four_devices(tmp_path):
+def test_nothing_is_compiled_late_on_four_devices(tmp_path):
     """Nor with two groups of agents, nor after a resume."""
     workers = ["--num-workers", "2", "--update-epochs", "2"]
     run = succeed(*workers, cwd=tmp_path, devices=4)
