@@ -47,7 +47,7 @@ BUDGET = {
     "ppo_lstm_puffer.py": (1200, 70_000, 0),
     "ppo_lstm_puffer_ddp.py": (1330, 80_000, 305),
     "ppo_lstm_puffer_xla.py": (1200, 72_000, 305),
-    "protein_sweep.py": (1040, 63_000, 0),
+    "protein_sweep.py": (870, 52_500, 0),
 }
 
 
