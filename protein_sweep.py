@@ -749,9 +749,9 @@ class Sweep:
         storage = ["--storage", self.args.storage] if self.args.storage else []
         subprocess.run([sys.executable, tool, self.folder, *storage], stdout=sys.stderr, check=False)
         states, (best, fresh) = [trial.state for trial in counted(self.study)], best_of(self.study)
-        result = {"study": self.args.study_name, "folder": str(self.folder), "trials": len(states), "best": None}
-        result |= {"complete": states.count(TrialState.COMPLETE), "pruned": states.count(TrialState.PRUNED)}
-        result |= {"failed": states.count(TrialState.FAIL)}
+        result = {"study": self.args.study_name, "folder": str(self.folder), "metric": self.args.metric}
+        result |= {"trials": len(states), "complete": states.count(TrialState.COMPLETE)}
+        result |= {"pruned": states.count(TrialState.PRUNED), "failed": states.count(TrialState.FAIL), "best": None}
         if best:
             score = {"score": float(np.mean(fresh or best.value)), "cost": best.user_attrs["cost"]}
             result["best"] = {"trial": best.number} | score | best.user_attrs["arguments"]
