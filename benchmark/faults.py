@@ -102,7 +102,7 @@ def phase_of(frames: list[dict]) -> str:
         if frame["name"] == "train" and script.startswith("ppo_lstm_puffer"):
             return [name for number, name in sections(script) if number <= frame["line"]][-1]
         if script == "protein_sweep.py" and frame["name"].endswith("run"):
-            return "record" if names & {"write_tables", "report"} else "watch"
+            return "record" if names & {"write_best", "report"} else "watch"
     return "start"
 
 

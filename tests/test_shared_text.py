@@ -47,7 +47,7 @@ BUDGET = {
     "ppo_lstm_puffer.py": (1180, 69_000, 0),
     "ppo_lstm_puffer_ddp.py": (1315, 77_500, 300),
     "ppo_lstm_puffer_xla.py": (1185, 70_000, 300),
-    "protein_sweep.py": (1040, 63_000, 0),
+    "protein_sweep.py": (870, 52_500, 0),
 }
 
 

@@ -4,11 +4,12 @@
     python tools/sweep_report.py sweeps/breakout__ppo_lstm_puffer --storage postgresql://user@host/sweeps
 
 Prints the Pareto front (trials that no other beats in both cost and score), the best trial with its hyperparameters'
-importances (fANOVA: the share of the score's variance), and the last failures; writes pareto.png and importances.png
-to the study's folder.
+importances (fANOVA: the share of the score's variance), and the last failures; writes trials.csv, pareto.png and
+importances.png to the study's folder.
 """
 
 import contextlib
+import csv
 import pathlib
 import re
 import sys
@@ -75,6 +76,19 @@ def plot_importances(importances: dict[str, float], metric: str, path: pathlib.P
     plt.close(figure)
 
 
+def write_csv(study: optuna.Study, path: pathlib.Path):
+    """A row for each trial that was run."""
+    trials = [trial for trial in study.get_trials(deepcopy=False) if "arguments" in trial.user_attrs]
+    names = list(dict.fromkeys(name for trial in trials for name in trial.user_attrs["arguments"]))
+    with path.open("w", newline="") as file:
+        columns = ["number", "state", "score", "cost", "step", "end", "failure", "again", *names]
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        for trial in trials:
+            facts = {"number": trial.number, "state": trial.state.name.lower(), "score": trial.value}
+            writer.writerow(facts | trial.user_attrs | trial.user_attrs["arguments"])
+
+
 def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     made = Table(title=title, title_justify="left", box=None)
     for column in columns:
@@ -99,6 +113,7 @@ def main() -> int:
     except Exception as error:  # Optuna's, SQLAlchemy's, a driver's
         print(f"error: {args.folder}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
         return 2
+    write_csv(study, args.folder / "trials.csv")
     metric, (best, fresh) = study.user_attrs["sweep"]["metric"], best_of(study)
     if best:
         front, importances = front_trials(study), {}
