@@ -20,7 +20,7 @@ import threading
 import time
 
 # What a script imports, at once and later.
-IMPORTED = "optuna pandas scipy.stats torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo torch._inductor.cpp_builder"
+IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo torch._inductor.cpp_builder"
 
 
 class Fork:
