@@ -29,7 +29,7 @@ class Fork:
     def __init__(self, command: list[str], cwd, env: dict[str, str], start_new_session=False, stdout=None, stderr=None):
         self.args, self.returncode = command, None
         self.stdout, self.stderr = stdout or tempfile.TemporaryFile("w+"), stderr or tempfile.TemporaryFile("w+")  # noqa: SIM115
-        request = {"words": command[1:], "cwd": str(cwd), "env": env, "session": start_new_session}
+        request = {"words": command[1:], "cwd": os.path.abspath(cwd), "env": env, "session": start_new_session}
         self.pid = ask(request, self.stdout, self.stderr)
 
     def poll(self) -> int | None:
