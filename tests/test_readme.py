@@ -90,7 +90,7 @@ def finished(tmp_path_factory):
     """A small finished run of Breakout: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("readme")
     output = output_of(
-        ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu", "--env.frameskip", "16"], folder
+        ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu", "--env.frameskip", "8"], folder
     )  # a short film
     return newest_run(folder), output
 
