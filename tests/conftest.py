@@ -91,3 +91,19 @@ def read_metrics(run: pathlib.Path) -> list[dict]:
 def end_of(run: pathlib.Path) -> dict:
     """The last line of a run's metrics: how it ended."""
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+# The longest first, so that both test workers end together.
+LONGEST = (
+    "test_cache",
+    "test_learning",
+    "survive_a_killed_rank",
+    "restarts_the_job",
+    "of_a_torchrun",
+    "test_sweep",
+    "test_ddp",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))

@@ -89,9 +89,7 @@ def words_of(line: str) -> list[list[str]]:
 def finished(tmp_path_factory):
     """A small finished run of Breakout: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("readme")
-    output = output_of(
-        ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu", "--env.frameskip", "8"], folder
-    )  # a short film
+    output = output_of(ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu"], folder)
     return newest_run(folder), output
 
 
@@ -198,6 +196,7 @@ def tool(words: list[str]):
     """Run as written, in a process of its own; playing four episodes, and with PufferLib's format in place of ONNX, which takes
     half a minute. tests/test_tools.py says more of them."""
     brief = {"play.py": ["--episodes", "4", "--num-envs", "4"], "watch.py": ["--once"], "export.py": []}
+    brief["play.py"] += ["--env.frameskip", "16"] * ("--gif" in words)  # a short film
     arguments = [word.replace(".onnx", ".bin") for word in words[2:]]
     output_of(words[1], [*arguments, *brief[pathlib.Path(words[1]).name]], ".")
 
