@@ -1,18 +1,15 @@
 """What the tests share: running the script as a user would, in a process of its own, and reading what it left."""
 
 import json
-import multiprocessing
 import os
 import pathlib
-import runpy
 import shlex
 import subprocess
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
 
-import pytest
-import torch
+from forks import Fork
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_lstm_puffer.py"
@@ -35,8 +32,6 @@ SMALL = [
     "1",
 ]
 
-torch.set_num_threads(1)
-
 
 def environment() -> dict[str, str]:
     return os.environ | {
@@ -53,46 +48,34 @@ def command_of(*arguments, launcher=PYTHON, small: bool = True, script=SCRIPT) -
     return [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
 
 
-def run_script(*arguments: str, cwd, timeout: float = 120, **kwargs) -> subprocess.CompletedProcess:
-    """Runs the script in cwd (its runs/ goes there) and returns the finished process with its output as text."""
-    return subprocess.run(
-        command_of(*arguments, **kwargs), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
+def start_script(*arguments, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, fork: bool = True, **options):
+    """Starts the script in cwd (its runs/ goes there) and returns at once: a `Fork`, or a Popen if it is not to be one."""
+    command, options = (
+        command_of(*arguments, launcher=launcher, small=small, script=script),
+        {"env": environment()} | options,
+    )
+    if fork and command[0] == sys.executable:
+        return Fork(command, cwd, **options)
+    return subprocess.Popen(
+        command, cwd=cwd, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     )
 
 
-def start_script(
-    *arguments: str, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, **kwargs
-) -> subprocess.Popen:
-    """Starts the script and returns at once: for tests that kill it."""
-    options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
-    return subprocess.Popen(command_of(*arguments, launcher=launcher, small=small, script=script), cwd=cwd, **options)
+def run_script(*arguments, cwd, timeout: float = 300, **options) -> subprocess.CompletedProcess:
+    """Runs the script in cwd and returns the finished process with its output as text."""
+    process = start_script(*arguments, cwd=cwd, **options)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def run_in_a_fork(script, arguments: list[str], folder, timeout: float = 60) -> str:
-    """Runs a script as `python script arguments` in folder, and returns what it printed: quick, and a C environment may
-    crash it. Asserts that it succeeds."""
-    import torch._dynamo  # what the script imports late and slowly: here once, so that the forks need not
-    import torch.utils.tensorboard  # noqa: F401
-
-    output = pathlib.Path(folder, "output")
-
-    def target():
-        os.chdir(folder)
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            sys.stdout = sys.stderr = file
-            sys.argv = [str(script), *arguments]
-            runpy.run_path(str(script), run_name="__main__")
-
-    process = multiprocessing.get_context("fork").Process(target=target)
-    process.start()
-    process.join(timeout)
-    process.kill()
-    assert process.exitcode == 0, (
-        f"{script} {shlex.join(arguments)}: exit code {process.exitcode}\n{output.read_text()}"
-    )
-    return output.read_text()
+def output_of(script, arguments: list[str], cwd, timeout: float = 300) -> str:
+    """What a script prints. Asserts that it succeeds."""
+    result = run_script(*arguments, cwd=cwd, timeout=timeout, script=script, small=False)
+    assert result.returncode == 0, f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
+    return result.stdout + result.stderr
 
 
 def newest_run(cwd) -> pathlib.Path:
@@ -110,9 +93,17 @@ def end_of(run: pathlib.Path) -> dict:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.fixture
-def trained(tmp_path):
-    """The folder of a small finished Breakout run."""
-    result = run_script(cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    return newest_run(tmp_path)
+# The longest first, so that both test workers end together.
+LONGEST = (
+    "test_cache",
+    "test_learning",
+    "survive_a_killed_rank",
+    "restarts_the_job",
+    "of_a_torchrun",
+    "test_sweep",
+    "test_ddp",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))

@@ -1,18 +1,16 @@
 """torch's cache of compiled functions: a second start finds them all, and a changed gradient is not mistaken for the old one."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from conftest import SMALL, environment, newest_run, read_metrics
+from conftest import environment, newest_run, read_metrics, run_script
 
 RUN = """
 import json, sys
 import torch._dynamo.utils
 import ppo_lstm_puffer as ppo
 
-factor, original = float(sys.argv.pop(1)), ppo.lstm_backward
+factor, original = FACTOR, ppo.lstm_backward
 if factor != 1:  # what a fork may change
     def lstm_backward(*arguments):
         dgates, dh, dc = original(*arguments)
@@ -26,10 +24,10 @@ sys.exit(code)
 
 def compiled_run(factor: float, folder) -> tuple[dict, float]:
     """The cache's counters, and the gradient's norm at the end of a small compiled run with its compile cache in folder."""
-    arguments = [*SMALL, "--num-steps", "4", "--minibatch-size", "32", "--total-timesteps", "128", "--compile"]
-    command = [sys.executable, "-c", RUN, str(factor), *arguments]
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    result = subprocess.run(command, cwd=folder, env=environment() | cache, capture_output=True, text=True, timeout=300)
+    (folder / "run.py").write_text(RUN.replace("FACTOR", str(factor)))
+    arguments = ["--num-steps", "2", "--minibatch-size", "16", "--total-timesteps", "64", "--compile"]
+    where = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    result = run_script(*arguments, cwd=folder, script=folder / "run.py", env=where, timeout=1200)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1]), read_metrics(newest_run(folder))[-1]["losses/grad_norm"]
 

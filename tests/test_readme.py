@@ -1,7 +1,7 @@
 """Every command in README.md and docs/ is checked: those of its code blocks, and those between backticks in its text.
 
 The first rule of RULES that fits a command says how; a command that none fits fails, so that nothing is added without a test.
-Training commands run as they are written but for one iteration and without compiling, in a fork of this process; those that another
+Training commands run as they are written but for one iteration and without compiling; those that another
 test file runs, and those that take long, are parsed by the program itself and go no further. Names that stand for something of the
 reader's are in STANDS_FOR. What cannot be run here is in ELSEWHERE with the reason.
 """
@@ -23,7 +23,7 @@ import pytest
 import torch.distributed.run
 import tyro
 import yaml
-from conftest import ROOT, SMALL, newest_run, run_in_a_fork
+from conftest import ROOT, SMALL, newest_run, output_of
 
 import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_ddp as ddp
@@ -91,7 +91,7 @@ def words_of(line: str) -> list[list[str]]:
 def finished(tmp_path_factory):
     """A small finished run of Breakout: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("readme")
-    output = run_in_a_fork(ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu"], folder)
+    output = output_of(ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu"], folder)
     return newest_run(folder), output
 
 
@@ -140,7 +140,7 @@ def train(words: list[str]):
     """As written, but for one iteration on the CPU, with few environments where the command does not say how many."""
     script, *arguments = words[1:]
     if "--help" in arguments:
-        assert "--total-timesteps" in run_in_a_fork(script, arguments, ".")
+        assert "--total-timesteps" in output_of(script, arguments, ".")
         return
     if pathlib.Path(script).name in SCRIPTS:
         parse(script, arguments)
@@ -148,7 +148,7 @@ def train(words: list[str]):
         brief = ["--total-timesteps", "4096"]  # more than the finished run has
     else:
         brief = ["--total-timesteps", "1", "--no-compile"] + ["--num-envs", "64"] * ("--num-envs" not in arguments)
-    run_in_a_fork(script, [*arguments, *brief, "--device", "cpu"], ".")
+    output_of(script, [*arguments, *brief, "--device", "cpu"], ".")
 
 
 def train_elsewhere(words: list[str]):
@@ -198,9 +198,12 @@ def read_arguments(words: list[str]):
 
 
 def tool(words: list[str]):
-    """Run as written, in a process of its own; playing four episodes. tests/test_tools.py says more of them."""
+    """Run as written, in a process of its own; playing four episodes, and with PufferLib's format in place of ONNX, which takes
+    half a minute. tests/test_tools.py says more of them."""
     brief = {"play.py": ["--episodes", "4", "--num-envs", "4"], "watch.py": ["--once"], "export.py": []}
-    run([sys.executable, *words[1:], *brief[pathlib.Path(words[1]).name]])
+    brief["play.py"] += ["--env.frameskip", "16"] * ("--gif" in words)  # a short film
+    arguments = [word.replace(".onnx", ".bin") for word in words[2:]]
+    output_of(words[1], [*arguments, *brief[pathlib.Path(words[1]).name]], ".")
 
 
 def make(words: list[str]):

@@ -63,11 +63,11 @@ def test_bfloat16_where_it_is_slow_is_taken_with_one_line_that_says_how_slow(mon
 def test_what_was_chosen_is_printed_stored_and_kept_by_a_resumed_run(tmp_path):
     chosen = "bfloat16" if ppo.fast_bfloat16("cpu") else "float32"
     other = "float32" if chosen == "bfloat16" else "bfloat16"
-    result = run_script("--precision", "auto", cwd=tmp_path)
+    result = run_script("--precision", "auto", "--total-timesteps", "256", cwd=tmp_path)
     assert f"on: cpu, threads: 1, {chosen} (" in result.stderr
     assert yaml.safe_load((newest_run(tmp_path) / "config.yaml").read_text())["precision"] == chosen
-    run_script("--precision", other, "--total-timesteps", "1024", cwd=tmp_path)  # a run of a machine of the other kind
-    result = run_script("--resume", "latest", "--total-timesteps", "2048", cwd=tmp_path, small=False)
+    run_script("--precision", other, "--total-timesteps", "256", cwd=tmp_path)  # a run of a machine of the other kind
+    result = run_script("--resume", "latest", "--total-timesteps", "512", cwd=tmp_path, small=False)
     assert result.returncode == 0, result.stderr
     assert f"on: cpu, threads: 1, {other} (" in result.stderr
 
