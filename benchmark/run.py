@@ -325,7 +325,7 @@ def hardware(output: str = "") -> dict:
     name = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     facts = {"cpu": name[1] if name else platform.processor(), "instruction_set": kind_of_cpu(info)[0]}
     facts |= {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
-    if said := re.search(r"^on: (?:cpu, (\d+) threads?|(.*?),)", output, re.MULTILINE):
+    if said := re.search(r"^on: (?:cpu, threads: (\d+)|(.*?),)", output, re.MULTILINE):
         facts |= {"threads": int(said[1])} if said[1] else {"gpu": said[2]}
     return facts
 

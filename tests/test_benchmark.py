@@ -199,7 +199,7 @@ def test_rows_and_the_last_one(tmp_path):
 
 
 def test_threads_and_gpu_are_those_that_the_script_names():
-    assert run.hardware("on: cpu, 2 threads (no GPU), bfloat16 (AMX)\nrun: x")["threads"] == 2
+    assert run.hardware("on: cpu, threads: 2 (no GPU), bfloat16 (AMX)\nrun: x")["threads"] == 2
     assert run.hardware("warning: x\non: NVIDIA H200, bfloat16 (CUDA)")["gpu"] == "NVIDIA H200"
 
 
