@@ -181,9 +181,9 @@ def test_equal_draws_of_unequal_ranks_stand_for_all_segments():
 
 
 def test_two_ranks_learn(tmp_path):
-    # A random player keeps the pole up for 20 steps. That two ranks learn what one process learns, see above.
+    # A random player keeps the pole up for some 13 steps. That two ranks learn what one process learns, see above.
     run = succeed(*CARTPOLE, "--total-timesteps", "60000", cwd=tmp_path, small=False)
-    assert final(run, "env/score") >= 40
+    assert final(run, "env/score", lines=1) >= 40
 
 
 # Ranks: seeds, files, sizes.
