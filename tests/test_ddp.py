@@ -37,18 +37,17 @@ def torchrun(*options) -> list[str]:
 def start_ranks(
     *arguments, cwd, job: str | None = None, restarts: int = 0, variables=None, script=DDP, **options
 ) -> list[Fork]:
-    """Two ranks of a job of that name, as torchrun starts them."""
-    shared = environment() | {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }
+    """Two ranks of a job of that name, as torchrun starts them: the store where they meet is not one of theirs."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = environment() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": str(restarts)} | (
         variables or {}
     )
     each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    return [start_script(*arguments, cwd=cwd, script=script, env=variables, **options) for variables in each]
+    ranks = [start_script(*arguments, cwd=cwd, script=script, env=variables, **options) for variables in each]
+    ranks[0].store = store  # for as long as they are there
+    return ranks
 
 
 def finish(ranks: list[Fork], timeout: float = 300) -> subprocess.CompletedProcess:
@@ -181,9 +180,9 @@ def test_equal_draws_of_unequal_ranks_stand_for_all_segments():
 
 
 def test_two_ranks_learn(tmp_path):
-    # A random player keeps the pole up for 20 steps. That two ranks learn what one process learns, see above.
+    # A random player keeps the pole up for some 13 steps. That two ranks learn what one process learns, see above.
     run = succeed(*CARTPOLE, "--total-timesteps", "60000", cwd=tmp_path, small=False)
-    assert final(run, "env/score") >= 40
+    assert final(run, "env/score", lines=1) >= 40
 
 
 # Ranks: seeds, files, sizes.
@@ -276,6 +275,7 @@ def test_job_whose_checkpoints_are_damaged_never_starts_from_zero(finished, tmp_
     for file in copy.glob("trainer_*.pt"):
         os.truncate(file, 100)
     before = (copy / "metrics.jsonl").read_text()
+    os.utime(copy / "metrics.jsonl", (1, 1))  # it ended before this torchrun began
     for restarts in range(2):
         result = run_ranks(*MORE, cwd=tmp_path, job="again", restarts=restarts)
         assert result.returncode == 2 and "no whole trainer_*.pt" in result.stderr
