@@ -136,8 +136,9 @@ if __name__ == "__main__":
     for name in IMPORTED.split():
         __import__(name)
     import ppo_lstm_puffer  # noqa: F401  (and with it all that it imports)
+    import protein_sweep  # noqa: F401
 
-    del sys.modules["ppo_lstm_puffer"]
+    del sys.modules["ppo_lstm_puffer"], sys.modules["protein_sweep"]
     gc.freeze()
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     become(**request)

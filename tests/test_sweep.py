@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from conftest import ROOT, SCRIPT, SMALL, environment, run_script
+from forks import Fork
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
@@ -31,7 +32,6 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 # goes wrong goes wrong. While the file `endless` is there, it does not end.
 TRAINER = """
 import dataclasses, json, os, pathlib, signal, subprocess, sys, time
-import tyro
 
 @dataclasses.dataclass
 class Args:
@@ -43,7 +43,14 @@ class Args:
     total_timesteps: int = 10
     lucky: int = -1
 
-args = tyro.cli(Args)
+words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+args, given = Args(), dict(zip(words[::2], words[1::2]))  # tyro would cost every trial a second
+for field in dataclasses.fields(Args):
+    name = "--" + field.name.replace("_", "-")
+    setattr(args, field.name, field.type(given.pop(name, field.default)))
+if given:
+    print("error: unknown", *given, file=sys.stderr)
+    sys.exit(2)
 print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 folder = pathlib.Path(args.output_dir, "run")
 folder.mkdir(parents=True)
@@ -93,9 +100,13 @@ def toy_command(*arguments) -> list[str]:
 
 
 def finish(words: list[str], cwd, code: int = 0) -> subprocess.CompletedProcess:
-    result = subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
-    assert result.returncode == code, result.stderr
-    return result
+    process = Fork(words, cwd, environment())
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == code, stderr
+    return subprocess.CompletedProcess(words, code, stdout, stderr)
 
 
 def load(cwd, name: str = "toy__toy") -> optuna.Study:
