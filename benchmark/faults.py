@@ -315,7 +315,8 @@ class Workers(Chain):
 
 
 class Ranks(Chain):
-    """Two ranks under torchrun, which starts them again: after the kill of a rank the job must go on by itself."""
+    """Two ranks under torchrun, which starts them again: after the kill of a rank the job must go on by itself. One of
+    which a rank is asked to stop once it trains stays stopped; the next torchrun goes on with what it saved."""
 
     script = "ppo_lstm_puffer_ddp.py"
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3"
@@ -341,8 +342,12 @@ class Ranks(Chain):
         if target == "torchrun":
             return self.settle({-KILL} if signum == KILL else None)
         self.struck = self.mark
-        if not wait_until(lambda: any(self.steps()[before:]) or self.over(), 150) or self.over():
-            raise Loss(f"the job did not go on within 150 s; torchrun's exit code: {self.process.poll()}")
+        if not wait_until(lambda: any(self.steps()[before:]) or self.over(), 150):
+            raise Loss("the job neither went on nor ended within 150 s")
+        if self.over() and signum == KILL:
+            raise Loss(f"the job did not go on; torchrun's exit code: {self.process.poll()}")
+        if self.over():
+            return self.settle(None)
         return {}
 
 
