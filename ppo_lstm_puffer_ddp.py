@@ -1266,7 +1266,9 @@ def last_of_job(folder: pathlib.Path, restarted: bool) -> dict | None:
     with contextlib.suppress(OSError, LookupError, ValueError):
         metrics = folder / "metrics.jsonl"
         reason = json.loads(metrics.read_text().splitlines()[-1])["exit_reason"].partition(":")[0]
-        of_this_torchrun = metrics.stat().st_mtime > psutil.Process(os.getppid()).create_time()
+        ticks = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+        torchrun = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        of_this_torchrun = metrics.stat().st_mtime > torchrun  # psutil's create_time() may be a second early
         if restarted and of_this_torchrun:  # an end that is not among these is that of a lost rank
             raise SystemExit({"completed": 0, "time_limit": 0, "sigint": 130, "sigterm": 143, "diverged": 1}[reason])
     if checkpoints(folder, "trainer"):

@@ -402,7 +402,7 @@ def test_ranks_of_a_torchrun_that_is_killed_while_they_import_end(start, tmp_pat
 # Hosts.
 
 
-def test_job_that_ended_ends_again_and_one_that_was_lost_goes_on(finished, tmp_path):
+def test_job_that_ended_ends_again_and_one_that_was_lost_goes_on(finished, tmp_path, monkeypatch):
     resumed = ppo.load_checkpoint(str(finished), "")
     assert ddp.last_of_job(finished, restarted=False)["step"] == resumed["step"]
     assert ddp.last_of_job(finished / "nothing", restarted=True) is None
@@ -414,11 +414,13 @@ def test_job_that_ended_ends_again_and_one_that_was_lost_goes_on(finished, tmp_p
         with pytest.raises(SystemExit, match=f"^{code}$"):
             ddp.last_of_job(copy, restarted=True)
     # A rank that is lost before its first update leaves the last line of the start before: that one is no reason.
+    os.utime(metrics, (time.time() - 0.02,) * 2)
+    with subprocess.Popen(["sleep", "60"]) as torchrun:  # started right after that line
+        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+        assert ddp.last_of_job(copy, restarted=True)["step"] == resumed["step"]
+        torchrun.kill()
     os.utime(metrics, (1, 1))
-    assert ddp.last_of_job(copy, restarted=True)["step"] == resumed["step"]
-    for file in copy.glob(
-        "trainer_*.pt"
-    ):  # a rank that is lost before the first checkpoint: from zero, and so do its metrics
+    for file in copy.glob("trainer_*.pt"):  # lost before the first checkpoint: from zero, and so do its metrics
         file.unlink()
     assert ddp.last_of_job(copy, restarted=True) is None and not metrics.exists()
 
