@@ -82,7 +82,7 @@ watch: setup  ## the live dashboard of the newest run, from another terminal: ma
 export: setup  ## the newest run's policy as ONNX, or by the file's ending as .bin or .pt: make export ARGS="latest --out policy.bin"
 	$(PY) tools/export.py $(or $(ARGS),latest --out policy.onnx)
 
-test: setup  ## run the tests (under 8 minutes on two cores)
+test: setup  ## run the tests (about ten minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
 
