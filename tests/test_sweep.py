@@ -19,7 +19,6 @@ import psutil
 import pytest
 import yaml
 from conftest import ROOT, SCRIPT, SMALL, environment, run_script
-from forks import Fork
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
@@ -100,13 +99,9 @@ def toy_command(*arguments) -> list[str]:
 
 
 def finish(words: list[str], cwd, code: int = 0) -> subprocess.CompletedProcess:
-    process = Fork(words, cwd, environment())
-    try:
-        stdout, stderr = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == code, stderr
-    return subprocess.CompletedProcess(words, code, stdout, stderr)
+    result = run_script(*words[2:], cwd=cwd, small=False, script=words[1])
+    assert result.returncode == code, result.stderr
+    return result
 
 
 def load(cwd, name: str = "toy__toy") -> optuna.Study:
