@@ -91,7 +91,7 @@ class Args:
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: int = 20_000_000  # steps over all agents; the learning rate is annealed over them
-    learning_rate: float | None = None  # of --optimizer (with adam, try 0.01); None: 0.015, in float32 0.025
+    learning_rate: float = 0.025  # of --optimizer; with adam, try 0.01
     adam_learning_rate: float = 1e-3  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: float = 0.85  # Muon's momentum, Adam's beta1 where Adam trains all
@@ -229,9 +229,6 @@ class Agent(nn.Module):
 # ALGO LOGIC: the recurrence, with resets ------------------------------------------------------------------------------
 
 
-UNROLL = 2**20  # XLA's scan compiles one step, however many there are
-
-
 def forward_step(state, step):
     """`lstm_forward` of one step, for the scan."""
     outputs, h, c, inputs, gates, cells = lstm_forward(step[0][None], *state[:2], step[1][None], *state[2:])
@@ -288,26 +285,27 @@ def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
 
 
 class LSTM(torch.autograd.Function):
-    """`lstm_forward` to the last state, with its gradient. Autograd's own would take a small product per step for each
-    weight; here only W_hh is inside the loop, and the input's and the weights' gradients are one product each."""
+    """`lstm_forward`'s outputs, with their gradient for x, weight and bias; the first state gets none (truncated
+    backpropagation). Autograd's own would take a small product per step for each weight; here only W_hh is inside the
+    loop, and the input's and the weights' gradients are one product each."""
 
     @staticmethod
     def forward(ctx, x, h, c, dones, weight, bias):
-        (h, c, *_), (outputs, *saved) = scan(forward_step, (h, c, weight, bias), (x, dones), is_fn_pure=True)
+        outputs, *saved = scan(forward_step, (h, c, weight, bias), (x, dones), is_fn_pure=True)[1]
         ctx.save_for_backward(dones, weight, *saved)
-        return outputs, h, c
+        return outputs
 
     @staticmethod
-    def backward(ctx, doutputs, dh, dc):
-        dones, weight, inputs, gates, cells = ctx.saved_tensors
+    def backward(ctx, doutputs):
+        dones, weight, inputs, *saved = ctx.saved_tensors
         T, N, H = doutputs.shape
         weight_ih, weight_hh = weight[:, :-H], weight[:, -H:].contiguous()
-        steps = tuple(step.flip(0) for step in (doutputs, dones, gates, cells))
-        (dh, dc, _), dgates = scan(backward_step, (dh, dc, weight_hh), steps, is_fn_pure=True)
-        dgates = dgates.flip(0).flatten(0, 1)
+        start = torch.zeros_like(saved[-1][0, 0]), torch.zeros_like(saved[-1][0, 0]), weight_hh
+        steps = tuple(step.flip(0) for step in (doutputs, dones, *saved))
+        dgates = scan(backward_step, start, steps, is_fn_pure=True)[1].flip(0).flatten(0, 1)
         dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(0)  # sums bfloat16 ten times faster than sum()
         dx = torch.mm(dgates, weight_ih).view(T, N, -1)
-        return dx, dh, dc, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
+        return dx, None, None, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
 
 
 # ALGO LOGIC: advantages, priorities, loss -----------------------------------------------------------------------------
@@ -350,7 +348,7 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     order = uniform[:N].argsort()
     line = inclusion[order].double().cumsum(0)
     points = (torch.arange(k, device=line.device) + uniform[N]) * (line[-1] / k)
-    index = order[(line <= points[:, None]).sum(1).clamp(max=N - 1)]  # XLA has no searchsorted
+    index = order[(line <= points[:, None]).sum(1).clamp(max=N - 1)]
     return index, (k / (N * inclusion[index])) ** beta
 
 
@@ -407,12 +405,9 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features, h, c, hidden = agent.encode(observations[:, segments]), h[segments], c[segments], []
-    weights = agent.lstm_weights()
-    for steps, resets in zip(features.split(UNROLL), dones[:, segments].split(UNROLL)):
-        outputs, h, c = LSTM.apply(steps, h, c, resets, *weights)
-        hidden.append(outputs)
-    return ppo_loss(agent, torch.cat(hidden), actions[:, segments], logprobs[:, segments], *drawn, args)
+    features = agent.encode(observations[:, segments])
+    hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
+    return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
@@ -663,15 +658,15 @@ def seed_everything(seed: int) -> int:
 
 
 def set_up_cpu(args: Args, num_parameters: int):
-    """One thread for each half GFLOP of an update (three products of 2 FLOP per parameter and step), since threads with
-    less to do wait for each other; at most one for each core that this process may use."""
+    """One thread for each half GFLOP of an update (three products of 2 FLOP per parameter and step), for each two in
+    bfloat16: threads with less to do wait for each other. At most one for each core that this process may use."""
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
     with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
         quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     work = 6 * num_parameters * min(args.minibatch_size, args.max_minibatch_size)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(cores, round(work / 0.5e9))))
+        torch.set_num_threads(max(1, min(cores, round(work / (2e9 if args.precision == "bfloat16" else 0.5e9)))))
     with contextlib.suppress(AttributeError):
         # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -1121,8 +1116,6 @@ def check_args(args: Args):
         products = (torch.ones(256, 256, dtype=dtype, device=args.device) for dtype in (torch.bfloat16, torch.float32))
         slow, fast = (torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products)
         warn(f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware")
-    if args.learning_rate is None:  # bfloat16 rounds Muon's steps; float32 wants longer ones for the same score
-        args.learning_rate = 0.015 if args.precision == "bfloat16" else 0.025
 
 
 def from_yaml(config: dict, source: str, skip_unknown: bool = False) -> Args:

@@ -117,7 +117,7 @@ def recompute(data: SimpleNamespace, segment: int, reset: bool = True, carry: bo
     """Ratio and values of a stored segment (T, N), computed as the update does, its columns shuffled and put back."""
     index = torch.randperm(data.N)
     dones = data.dones[segment][: data.T, index] * reset
-    hidden, *_ = ppo.LSTM.apply(
+    hidden = ppo.LSTM.apply(
         data.agent.encode(data.observations[segment][: data.T, index]),
         data.start_h[segment][index] * carry,
         data.start_c[segment][index] * carry,
@@ -248,7 +248,7 @@ def recurrence(T=9, N=5, H=8):
 def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradients():
     agent, cell, x, h, c, dones = recurrence()
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    outputs, *_ = ppo.LSTM.apply(ours, h, c, dones, *agent.lstm_weights())
+    outputs = ppo.LSTM.apply(ours, h, c, dones, *agent.lstm_weights())
     expected, _, _ = loop_over_cells(cell, theirs, h, c, dones)
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-5)
     outer = torch.randn_like(outputs)
@@ -280,7 +280,7 @@ def test_no_gradient_flows_over_the_end_of_an_episode():
     dones = torch.zeros(9, 5)
     dones[4] = 1
     x.requires_grad_()
-    ppo.LSTM.apply(x, h, c, dones, *agent.lstm_weights())[0][4:].sum().backward()
+    ppo.LSTM.apply(x, h, c, dones, *agent.lstm_weights())[4:].sum().backward()
     assert (x.grad[:4] == 0).all()
     assert (x.grad[4:] != 0).any(-1).all()
 
@@ -292,7 +292,7 @@ def test_lstm_in_bfloat16_is_close_to_float32():
         agent.dtype = dtype
         agent.zero_grad()
         inputs = x.detach().clone().to(dtype).requires_grad_()
-        hidden, *_ = ppo.LSTM.apply(inputs, h, c, dones, *agent.lstm_weights())
+        hidden = ppo.LSTM.apply(inputs, h, c, dones, *agent.lstm_weights())
         assert hidden.dtype == dtype
         hidden.float().pow(2).sum().backward()
         outputs.append(hidden.float())
@@ -1004,7 +1004,7 @@ def test_pufferlibs_network_gives_the_same_logits_and_values_on_breakout():
     with torch.no_grad():
         start = torch.zeros(2, data.N, 128)
         logits, values = agent.heads(
-            ppo.LSTM.apply(agent.encode(observations), *start, torch.zeros(3, data.N), *agent.lstm_weights())[0]
+            ppo.LSTM.apply(agent.encode(observations), *start, torch.zeros(3, data.N), *agent.lstm_weights())
         )
         for t in range(3):
             expected_logits, expected_values = network.forward_eval(observations[t], state)

@@ -384,7 +384,7 @@ def test_without_reset_the_lstm_runs_on_across_the_ends_of_episodes_in_both_dire
 
     def gradients(dones: torch.Tensor) -> list[torch.Tensor]:
         given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        outputs, *_ = ppo.LSTM.apply(given[0], h, c, dones, given[1], torch.zeros(16))
+        outputs = ppo.LSTM.apply(given[0], h, c, dones, given[1], torch.zeros(16))
         return [outputs.detach(), *torch.autograd.grad(outputs.sum(), given)]
 
     uninterrupted = gradients(torch.zeros(3, 2))

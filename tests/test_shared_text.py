@@ -10,7 +10,7 @@ from conftest import ROOT, SCRIPT
 DIFFERENT = {
     "ppo_lstm_puffer_ddp.py": {"Args", "draw_minibatch", "train", "main", "Run.__init__", "Run.log"},
     "ppo_lstm_puffer_xla.py": {
-        "Args", "UNROLL", "COMPILED", "LSTM", "sample_segments", "newton_schulz", "make_optimizers", "train", "fast_bfloat16", "Recorded",
+        "Args", "UNROLL", "COMPILED", "LSTM", "newton_schulz", "make_optimizers", "train", "fast_bfloat16", "Recorded",
         "compile_hot_functions", "check_args", "write_atomically", "machine", "Run.__init__", "Run.log", "Run.updated",
     },
 }  # fmt: skip
@@ -44,9 +44,9 @@ def test_shared_definitions_are_the_same_text(variant):
 # Lines, characters and columns that each script may have, and the lines of `diff` to the reference. What is aimed at is
 # 1,000 lines and 52,000 characters of reference: whoever makes it shorter lowers these.
 BUDGET = {
-    "ppo_lstm_puffer.py": (1180, 69_000, 0),
-    "ppo_lstm_puffer_ddp.py": (1315, 77_600, 300),
-    "ppo_lstm_puffer_xla.py": (1185, 70_000, 300),
+    "ppo_lstm_puffer.py": (1178, 69_000, 0),
+    "ppo_lstm_puffer_ddp.py": (1316, 77_800, 300),
+    "ppo_lstm_puffer_xla.py": (1175, 69_500, 300),
     "protein_sweep.py": (870, 52_500, 0),
 }
 

@@ -73,22 +73,25 @@ def test_what_was_chosen_is_printed_stored_and_kept_by_a_resumed_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cores", "threads"),
-    [(256, 16, 1), (1024, 1, 1), (1024, 16, 2), (4096, 16, 7), (32768, 2, 2), (32768, 16, 16)],
-)
-def test_threads_follow_the_work_of_an_update_and_the_cores(monkeypatch, steps, cores, threads):
+    ("precision", "steps", "cores", "threads"),
+    [
+        ("float32", 256, 16, 1), ("float32", 1024, 1, 1), ("float32", 1024, 16, 2), ("float32", 4096, 16, 7),
+        ("float32", 32768, 2, 2), ("float32", 32768, 16, 16), ("bfloat16", 1024, 16, 1), ("bfloat16", 4096, 16, 2),
+    ],
+)  # fmt: skip
+def test_threads_follow_the_work_of_an_update_and_the_cores(monkeypatch, precision, steps, cores, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(ppo.psutil, "cpu_count", lambda logical: 16)
-    assert chosen_threads(monkeypatch, steps, "no container") == threads
+    assert chosen_threads(monkeypatch, steps, "no container", precision) == threads
 
 
-def chosen_threads(monkeypatch, steps: int, quota: str) -> int:
+def chosen_threads(monkeypatch, steps: int, quota: str, precision: str = "float32") -> int:
     """For an update of so many steps of the default network; quota: what the container's file says."""
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path: quota)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    ppo.set_up_cpu(ppo.Args(minibatch_size=steps), DEFAULT_NETWORK)
+    ppo.set_up_cpu(ppo.Args(minibatch_size=steps, precision=precision), DEFAULT_NETWORK)
     return chosen[0]
 
 

@@ -231,9 +231,6 @@ def test_the_default_space_has_arguments_of_the_scripts_and_their_defaults_insid
     for script in ("ppo_lstm_puffer.py", "ppo_lstm_puffer_ddp.py"):
         defaults = protein_sweep.script_defaults(ROOT / script)
         for name, entry in content.items():
-            if name == "learning_rate":  # the script finds its own, by the precision
-                assert defaults[name] is None
-                continue
             assert entry["min"] <= defaults[name] <= entry["max"], name
             assert isinstance(defaults[name], type(entry["min"])), name
 
@@ -508,7 +505,7 @@ def test_hopeless_trials_are_pruned_and_the_best_is_not(toy):
     assert pruned
     for trial in pruned:  # worse than three quarters of those that were finished by then
         assert trial.params["x"] <= np.quantile(finished, 0.4)
-        assert trial.user_attrs["curve"][-1][1] < 1.9  # in full: 2 seconds
+        assert trial.user_attrs["step"] < 100  # not in full
     assert max(finished) == max(trial.params["x"] for trial in trials)
 
 
