@@ -22,7 +22,7 @@ A plan is a YAML list of groups:
       x_label: environments    # kind scaling: what x is
 
 Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes) and a last one, with
-"exit_reason". --out auto is the folder of this kind of CPU in benchmark/reports: cpu-bf16, cpu-avx512, cpu-avx2,
+"exit_reason". --out auto is the folder of this kind of CPU in benchmark/reports: cpu-amx, cpu-bf16, cpu-avx512, cpu-avx2,
 cpu-arm. A finished cell (its JSON is there, with the same command, environment variables and cores) is not run again,
 unless --fresh. A failed one is recorded with the end of its output, the others run, and the exit code is 1.
 Then: python benchmark/report.py DIR
@@ -60,7 +60,7 @@ GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", 
 GROUP_KEYS |= {"timeout", "x_label"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
-    "amx_bf16": ("AMX-BF16", "cpu-bf16"),
+    "amx_bf16": ("AMX-BF16", "cpu-amx"),
     "avx512_bf16": ("AVX512-BF16", "cpu-bf16"),
     "avx512f": ("AVX512", "cpu-avx512"),
     "avx2": ("AVX2", "cpu-avx2"),
