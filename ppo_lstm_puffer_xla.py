@@ -91,7 +91,7 @@ class Args:
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: int = 20_000_000  # steps over all agents; the learning rate is annealed over them
-    learning_rate: float = 0.025  # of --optimizer; with adam, try 0.01
+    learning_rate: float | None = None  # of --optimizer (with adam, try 0.01); None: 0.015, in float32 0.025
     adam_learning_rate: float = 1e-3  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: float = 0.85  # Muon's momentum, Adam's beta1 where Adam trains all
@@ -1116,6 +1116,8 @@ def check_args(args: Args):
         products = (torch.ones(256, 256, dtype=dtype, device=args.device) for dtype in (torch.bfloat16, torch.float32))
         slow, fast = (torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products)
         warn(f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware")
+    if args.learning_rate is None:  # bfloat16 rounds Muon's steps; float32 wants longer ones for the same score
+        args.learning_rate = 0.015 if args.precision == "bfloat16" else 0.025
 
 
 def from_yaml(config: dict, source: str, skip_unknown: bool = False) -> Args:

@@ -231,6 +231,9 @@ def test_the_default_space_has_arguments_of_the_scripts_and_their_defaults_insid
     for script in ("ppo_lstm_puffer.py", "ppo_lstm_puffer_ddp.py"):
         defaults = protein_sweep.script_defaults(ROOT / script)
         for name, entry in content.items():
+            if name == "learning_rate":  # the script finds its own, by the precision
+                assert defaults[name] is None
+                continue
             assert entry["min"] <= defaults[name] <= entry["max"], name
             assert isinstance(defaults[name], type(entry["min"])), name
 
