@@ -717,7 +717,7 @@ def fast_bfloat16(device: str) -> str | None:
 
 def compile_hot_functions():
     """Compiles what runs often. Without a C++ compiler, says so and stays eager."""
-    from torch._inductor import cpp_builder
+    from torch._inductor import config, cpp_builder, cpu_vec_isa
 
     def compile_then_rename(command: str, cwd: str):
         """A start that is killed while it compiles must not leave half a library in torch's cache."""
@@ -732,6 +732,7 @@ def compile_hot_functions():
     except Exception:
         return warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
     run_compiler, cpp_builder._run_compile_cmd = cpp_builder._run_compile_cmd, compile_then_rename
+    config.cpp.simdlen = cpu_vec_isa.pick_vec_isa().bit_width()  # into the cache's key: no AVX-512 code on AVX2
     for name in COMPILED:
         globals()[name] = torch.compile(globals()[name], dynamic=False)
 
