@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPT, SMALL, newest_run, read_metrics
 from environments import Episode
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from parallel_game import ParallelGame
 from torch import nn
 
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.patch"))
@@ -112,6 +113,48 @@ class Tile(Episode):
         return self.observe(), reward, self.t == 4, False, {}
 
 
+class Doors(Episode):
+    """In each of len(nvec) walls the mask says which doors are open, half of them; the observation names an open one, one-hot. Its share of
+    the reward 1 is for the walls where that one is taken; four steps. A closed door ends the episode with -1."""
+
+    def __init__(self, nvec=(4,)):
+        self.nvec, doors = nvec, sum(nvec)
+        # In this order: the mask is not in front of what the environment shows.
+        self.observation_space = Dict(
+            [("observation", Box(0, 1, (doors,), np.float32)), ("action_mask", Box(0, 1, (doors,), np.int8))]
+        )
+        self.action_space = MultiDiscrete(nvec) if len(nvec) > 1 else Discrete(*nvec)
+
+    def observe(self):
+        self.open = [self.np_random.permutation(n)[: n // 2] for n in self.nvec]
+        named, mask = ([np.isin(np.arange(n), doors[:k]) for n, doors in zip(self.nvec, self.open)] for k in (1, None))
+        return {
+            "observation": np.concatenate(named).astype(np.float32),
+            "action_mask": np.concatenate(mask).astype(np.int8),
+        }
+
+    def step(self, action):
+        taken = list(zip(np.ravel(action), self.open))
+        closed = not all(door in doors for door, doors in taken)
+        reward = -1.0 if closed else float(np.mean([door == doors[0] for door, doors in taken]))
+        self.t += 1
+        return self.observe(), reward, closed or self.t == 4, False, {}
+
+
+class Turns(ParallelGame):
+    """Three agents that end at different times. The mask forbids action 2 and, at every third step, all: nobody's turn."""
+
+    def observation_space(self, agent):
+        return Dict({"observation": super().observation_space(agent), "action_mask": Box(0, 1, (3,), np.int8)})
+
+    def action_space(self, agent):
+        return Discrete(3)
+
+    def observe(self):
+        mask = np.array([1, 1, 0], np.int8) * (self.t % 3 < 2)
+        return {agent: {"observation": shown, "action_mask": mask} for agent, shown in super().observe().items()}
+
+
 class Duel(pettingzoo.ParallelEnv):
     """Two agents name one of three numbers; the higher one gets 1, the lower one -1; four rounds."""
 
@@ -145,26 +188,30 @@ class Duel(pettingzoo.ParallelEnv):
         )
 
 
-def parallel_env():
-    """So that `--env-id test_recipes` is the duel."""
-    return Duel()
+def parallel_env(turns: bool = False):
+    """So that `--env-id test_recipes` is the duel, with `--env.turns true` the other game."""
+    return Turns() if turns else Duel()
 
 
-for environment in (Repeat, Corridor, Units, Tile):
+for environment in (Repeat, Corridor, Units, Tile, Doors):
     gym.register(f"Recipe{environment.__name__}-v0", entry_point=environment)
 gym.register("RecipeZero-v0", entry_point=functools.partial(Name, 0, 2))
 gym.register("RecipeThree-v0", entry_point=functools.partial(Name, 3, 5, 4))
+gym.register("RecipeDials-v0", entry_point=functools.partial(Doors, (6, 4)))
 
 RUNS = {  # an environment on which the recipe has something to do
+    "action_masks": ["--env-id", "RecipeDoors-v0"],
     "curriculum": ["--env-id", "RecipeRepeat-v0", "--curriculum", "length=1,2,4", "--curriculum-return", "0.9"],
     "custom_encoder": ["--env-id", "RecipeTile-v0"],
     "gru": ["--env-id", "cartpole"],
+    "mingru": ["--env-id", "cartpole"],
     "multitask": ["--env-id", "cartpole+RecipeZero-v0"],
     "normalize": ["--env-id", "RecipeUnits-v0", "--no-clip-rewards"],
     "reward_shaping": ["--env-id", "RecipeCorridor-v0"],
     "self_play": ["--env-id", "test_recipes", "--num-envs", "8", "--opponent-interval", "2"],
     "stages": ["--env-id", "cartpole", "--stages", "{1000: {ent_coef: 0.05}}"],
 }
+TURNS = ["--env-id", "test_recipes", "--env.turns", "true", "--num-envs", "6", "--minibatch-size", "288"]
 
 
 # Applying and running ----------------------------------------------------------------------------------------------------
@@ -178,10 +225,15 @@ def fork(tmp_path_factory):
     def fork(*names):
         folder = tmp_path_factory.mktemp("-".join(names) or "unpatched")
         (folder / SCRIPT.name).write_text(SCRIPT.read_text())
-        for name in names:
-            command = ["git", "apply", str(ROOT / "recipes" / f"{name}.patch")]
+        for name in names:  # the first must fit as it is; later ones may have a neighbour's lines around theirs
+            command = [
+                "patch",
+                f"--fuzz={2 * (name != names[0])}",
+                SCRIPT.name,
+                str(ROOT / "recipes" / f"{name}.patch"),
+            ]
             result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            assert result.returncode == 0, f"{name}: {result.stderr}"
+            assert result.returncode == 0, f"{name}: {result.stdout}"
         spec = importlib.util.spec_from_file_location(folder.name.replace("-", "_"), folder / SCRIPT.name)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses and tyro look there
@@ -239,15 +291,24 @@ def test_a_recipe_gives_three_lines_of_why_and_then_the_diff(name):
     assert lines[3:6:2] + lines[4:5] == ["", "+++ b/ppo_lstm_puffer.py", "--- a/ppo_lstm_puffer.py"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ratio_is_one_before_a_segments_first_update(name, fork, train, record):
+@pytest.mark.parametrize(
+    ("names", "flags"),
+    [
+        *(pytest.param([name], RUNS[name], id=name) for name in NAMES),
+        pytest.param(["action_masks"], ["--env-id", "RecipeDials-v0"], id="masks of a MultiDiscrete"),
+        pytest.param(["action_masks"], TURNS, id="masks of nothing but zeros"),
+        pytest.param(["action_masks", "gru"], RUNS["action_masks"], id="masks and gru"),
+        pytest.param(["mingru", "action_masks"], RUNS["action_masks"], id="masks and mingru"),
+    ],
+)
+def test_ratio_is_one_before_a_segments_first_update(names, flags, fork, train, record):
     # Eight segments, with episode ends inside them and states carried from one to the next.
     def ratio(result, *arguments):
         _, logratio, *_ = result
         return logratio[arguments[-1] > 0].exp()  # where the weight says that the step is trained on
 
-    ratios = record(fork(name), "minibatch_loss", ratio)
-    rows = train(fork(name), *FIRST_UPDATES, *RUNS[name])
+    ratios = record(fork(*names), "minibatch_loss", ratio)
+    rows = train(fork(*names), *FIRST_UPDATES, *flags)
     assert len(rows) == len(ratios) == 8
     assert any("episodic_return" in row for row in rows)
     for ratio in ratios:
@@ -261,8 +322,10 @@ def test_a_recipes_run_resumes(name, fork, train):
     assert train(module, "--resume", "latest", "--total-timesteps", 4096)[-1]["step"] == 4096
 
 
-@pytest.mark.parametrize("names", [NAMES, NAMES[::-1]], ids=["forwards", "backwards"])
-def test_all_recipes_apply_one_after_the_other(names, fork):
+@pytest.mark.parametrize("other", ["gru", "mingru"])
+@pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
+def test_all_recipes_with_one_core_apply_one_after_the_other(order, other, fork):
+    names = [name for name in NAMES if name != other][::order]
     text = pathlib.Path(fork(*names).__file__).read_text()
     for name in names:
         added = [
@@ -505,6 +568,85 @@ def test_gru_is_all_that_remembers_and_it_is_trained(fork, train):
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         assert after[f"lstm.{name}_l0"].shape[0] == 3 * 32
         assert not torch.equal(after[f"lstm.{name}_l0"], before[f"lstm.{name}_l0"])
+
+
+def test_mingru_with_resets_equals_a_loop_over_its_definition(fork):
+    torch.manual_seed(1)
+    module, (T, N, H) = fork("mingru"), (13, 5, 8)
+    agent = module.Agent(Box(-1, 1, (4,), np.float32), Discrete(3), H)
+    x, h = torch.randn(T, N, H, requires_grad=True), torch.randn(N, H, requires_grad=True)
+    dones = (torch.rand(T, N) < 0.3).float()
+    outputs, last = module.mingru_forward(x, h, dones, *agent.lstm_weights())
+    inputs, state, expected = (x, h, *agent.lstm.values()), h, []
+    for t in range(T):
+        z, n = nn.functional.linear(x[t], agent.lstm.weight, agent.lstm.bias).chunk(2, dim=1)
+        state = (1 - z.sigmoid()) * state * (1 - dones[t]).unsqueeze(1) + z.sigmoid() * n
+        expected.append(state)
+    torch.testing.assert_close(outputs, torch.stack(expected))
+    torch.testing.assert_close(last, state)
+    grads = (torch.autograd.grad(result.square().sum(), inputs) for result in (outputs, torch.stack(expected)))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_mingru_is_all_that_remembers_and_it_is_trained(fork, train):
+    train(fork("mingru"), *RUNS["mingru"], "--total-timesteps", 256)
+    before = last_checkpoint()
+    train(fork("mingru"), "--resume", "latest", "--total-timesteps", 512)
+    after = last_checkpoint()
+    assert {name for name in after if "lstm" in name or "cell" in name} == {
+        f"{part}.{name}" for part in ("lstm", "cell") for name in ("weight", "bias")
+    }
+    for name in ("weight", "bias"):
+        assert after[f"lstm.{name}"].shape[0] == 2 * 32
+        assert not torch.equal(after[f"lstm.{name}"], before[f"lstm.{name}"])
+
+
+@pytest.mark.parametrize(("env_id", "least"), [("RecipeDoors-v0", 3.6), ("RecipeDials-v0", 2.6)])
+def test_masked_actions_are_never_taken_and_the_rest_is_learned(env_id, least, fork, train):
+    # Open doors at random: 2 on one wall of four, 1.67 on walls of six and four.
+    flags = [*LEARN, "--env-id", env_id, "--total-timesteps", 16_000]
+    rows = train(fork("action_masks"), *flags)
+    assert {row["episodic_length"] for row in rows} == {4}
+    assert min(row["episodic_return_min"] for row in rows) >= 0
+    assert final(rows, "episodic_return") >= least
+    assert train(fork(), *flags, "--total-timesteps", 256)[0]["episodic_return_min"] == -1
+
+
+def test_probabilities_are_those_of_the_allowed_actions_alone(fork):
+    torch.manual_seed(1)
+    agent = fork("action_masks").Agent(Box(-1, 1, (7,), np.float32), MultiDiscrete([3, 2]), 8)
+    mask = torch.tensor([1.0, 0, 1, 0, 1])
+    logits, observations = torch.randn(5, requires_grad=True), torch.cat((mask, torch.randn(2)))
+    masked = agent.mask(logits, observations)
+    for action, place in ((0, 0), (2, 1)):
+        first = torch.distributions.Categorical(logits=logits[[0, 2]])
+        logprob, entropy = agent.evaluate_actions(masked, torch.tensor([action, 1]))
+        torch.testing.assert_close(logprob, first.log_prob(torch.tensor(place)))
+        torch.testing.assert_close(entropy, first.entropy())
+    actions, _ = agent.sample(masked.expand(10_000, 5), agent.sampling_noise(10_000))
+    shares = nn.functional.one_hot(actions[:, 0], 3).float().mean(0)
+    torch.testing.assert_close(shares[[0, 2]], first.probs, rtol=0, atol=0.03)
+    assert shares[1] == 0 and actions[:, 1].all()
+    (grad,) = torch.autograd.grad(logprob + entropy, logits)
+    assert grad.isfinite().all() and (grad != 0).tolist() == [True, False, True, False, False]
+
+
+def test_a_mask_of_zeros_gives_numbers_and_no_gradient(fork):
+    agent = fork("action_masks").Agent(Box(-1, 1, (5,), np.float32), MultiDiscrete([3, 2]), 8)
+    logits = torch.randn(5, requires_grad=True)
+    masked = agent.mask(logits, torch.zeros(5))
+    actions, logprob = agent.sample(masked, agent.sampling_noise())
+    _, entropy = agent.evaluate_actions(masked, actions)
+    torch.testing.assert_close(torch.stack((-logprob, entropy)), torch.tensor([6.0, 6.0]).log())
+    (grad,) = torch.autograd.grad(logprob + entropy, logits)
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("env_id", ["cartpole", "CartPole-v1", "environments:DictObs-v0"])
+def test_masks_are_missed_where_the_environment_has_none(env_id, fork):
+    module = fork("action_masks")
+    with pytest.raises(module.UsageError, match="action_mask"):
+        module.make_envs(module.Args(env_id=env_id, num_envs=2), 1)
 
 
 def test_encoder_takes_a_tiles_number_for_a_name(fork):
