@@ -16,15 +16,13 @@ import contextlib
 import ctypes
 import difflib
 import functools
-import importlib.util
+import importlib
 import inspect
 import io
-import itertools
 import json
 import os
 import pathlib
 import random
-import re
 import resource
 import signal
 import sys
@@ -32,8 +30,8 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import psutil
 
@@ -54,10 +52,7 @@ if __name__ == "__main__":
 
 import gymnasium as gym
 import numpy as np
-import pufferlib
-import pufferlib.emulation
 import pufferlib.vector
-import pydantic
 import torch
 import torch.nn as nn
 import torch.utils.benchmark
@@ -70,8 +65,12 @@ import tyro
 import yaml
 from numpy.lib.recfunctions import structured_to_unstructured
 from pufferlib.ocean import environment as ocean
-from rich.progress import BarColumn, Console, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from pydantic import Field, TypeAdapter, ValidationError
+from rich.progress import BarColumn, Console, Progress, TextColumn, TimeRemainingColumn
 from torch_xla.experimental.scan import scan
+
+Count, Natural = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
+Amount, Fraction = Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass
@@ -79,47 +78,47 @@ class Args:
     """PPO + LSTM on PufferLib, Gymnasium and PettingZoo environments."""
 
     exp_name: str = "ppo_lstm_puffer"  # name of this experiment
-    seed: int = 1  # of everything: Python, numpy, torch, the C environments, the workers
+    seed: Natural = 1  # of everything: Python, numpy, torch, the C environments, the workers
     device: Literal["auto", "cpu", "tpu"] = "auto"  # where to train; auto: a TPU, which must be there
     output_dir: str = "runs"  # the folder that runs are written to
     track: bool = False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
     # Environment
     env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
-    num_envs: int = 512  # environments stepped in parallel (an environment may hold several agents)
-    num_workers: int = 0  # processes that step the environments; 0: this one; an even number is double-buffered
+    num_envs: Count = 512  # environments stepped in parallel (an environment may hold several agents)
+    num_workers: Natural = 0  # processes that step the environments; 0: this one; an even number is double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
-    total_timesteps: int = 20_000_000  # steps over all agents; the learning rate is annealed over them
-    learning_rate: float | None = None  # of --optimizer (with adam, try 0.01); None: 0.015, in float32 0.025
-    adam_learning_rate: float = 1e-3  # with Muon: of Adam, which trains whatever is not a matrix
+    total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them
+    learning_rate: Amount | None = None  # of --optimizer (with adam, try 0.01); None: 0.015, in float32 0.025
+    adam_learning_rate: Amount = 1e-3  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
-    momentum: float = 0.85  # Muon's momentum, Adam's beta1 where Adam trains all
+    momentum: Fraction = 0.85  # Muon's momentum, Adam's beta1 where Adam trains all
     anneal_lr: Literal["linear", "cosine", "none"] = "linear"  # the learning rates' way to 0 at --total-timesteps
-    num_steps: int = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
-    gamma: float = 0.98  # discount factor
-    gae_lambda: float = 0.95  # lambda of the advantage estimate
-    minibatch_size: int = 1024  # steps per gradient update: minibatch_size / num_steps whole segments
-    max_minibatch_size: int = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: float = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
+    num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
+    gamma: Fraction = 0.98  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
+    minibatch_size: Count = 1024  # steps per gradient update: minibatch_size / num_steps whole segments
+    max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
+    update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
     norm_adv: bool = True  # normalize advantages over each minibatch
-    clip_coef: float = 0.3  # PPO's clip range of the ratio
-    vf_clip_coef: float = 0.2  # clip range of the value loss; inf: not clipped
-    vf_coef: float = 3.5  # weight of the value loss
-    ent_coef: float = 0.0001  # weight of the entropy bonus
-    max_grad_norm: float = 1.5  # clip the gradient's global norm to this
-    vtrace_rho_clip: float = 1.0  # V-trace's clip of the ratio in the temporal difference
-    vtrace_c_clip: float = 1.0  # V-trace's clip of the ratio in the trace
-    prio_alpha: float = 0.9  # exponent of the segment priorities; 0 samples uniformly
-    prio_beta0: float = 0.2  # first exponent of the importance weights, annealed to 1
+    clip_coef: Amount = 0.3  # PPO's clip range of the ratio
+    vf_clip_coef: Amount = 0.2  # clip range of the value loss; inf: not clipped
+    vf_coef: Amount = 3.5  # weight of the value loss
+    ent_coef: Amount = 0.0001  # weight of the entropy bonus
+    max_grad_norm: Amount = 1.5  # clip the gradient's global norm to this
+    vtrace_rho_clip: Amount = 1.0  # V-trace's clip of the ratio in the temporal difference
+    vtrace_c_clip: Amount = 1.0  # V-trace's clip of the ratio in the trace
+    prio_alpha: Amount = 0.9  # exponent of the segment priorities; 0 samples uniformly
+    prio_beta0: Fraction = 0.2  # first exponent of the importance weights, annealed to 1
     # Network and speed
-    hidden_size: int = 128  # width of the encoder and of the LSTM
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on a TPU
+    hidden_size: Count = 128  # width of the encoder and of the LSTM
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is the faster
     # Run
-    time_limit: float | None = None  # stop after so many seconds of training, resumes included, compiling not
-    log_interval: int = 10  # iterations between two log lines
-    checkpoint_interval: int = 100  # iterations between two checkpoints
-    keep_checkpoints: int = 3  # how many of the last checkpoints to keep
+    time_limit: Amount | None = None  # stop after so many seconds of training, resumes included, compiling not
+    log_interval: Count = 10  # iterations between two log lines
+    checkpoint_interval: Count = 100  # iterations between two checkpoints
+    keep_checkpoints: Count = 3  # how many of the last checkpoints to keep
     config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags on the command line win
     resume: str | None = None  # go on with a run: its folder, or latest
     load_weights: str | None = None  # start from these weights: a model_*.pt of ours, or a .pt of PufferLib's
@@ -405,7 +404,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations[:, segments])
+    features = agent.encode(observations.index_select(1, segments))  # [:, segments] takes four times as long
     hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
@@ -667,10 +666,9 @@ def set_up_cpu(args: Args, num_parameters: int):
     work = 6 * num_parameters * min(args.minibatch_size, args.max_minibatch_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(cores, round(work / (2e9 if args.precision == "bfloat16" else 0.5e9)))))
-    with contextlib.suppress(AttributeError):
-        # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
+    # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
+    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
 
 
 def fast_bfloat16(device: str) -> str | None:
@@ -720,6 +718,10 @@ class Envs:
 
     def __init__(self, vecenv, seed: int):
         self.vecenv, self.seed, self.num_agents = vecenv, seed, vecenv.num_agents
+        self.processes, self.received = getattr(vecenv, "processes", []), []
+        if self.processes:
+            atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the workers
+            signal.signal(signal.SIGCHLD, self.check_workers)
         self.num_groups = vecenv.num_agents // getattr(vecenv, "agents_per_batch", vecenv.num_agents)
         self.single_action_space, space = vecenv.single_action_space, vecenv.single_observation_space
         self.emulated, self.structure, shape = bool(vecenv.emulated), None, space.shape
@@ -734,10 +736,6 @@ class Envs:
         self.returns, self.lengths = np.zeros(self.num_agents), np.zeros(self.num_agents, int)
         self.episodes: list[tuple[int, float, int]] = []  # (agent, return, length) of episodes that finished
         self.logs: dict[str, list] = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
-        self.processes, self.received = getattr(vecenv, "processes", []), []
-        if self.processes:
-            atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the workers
-            signal.signal(signal.SIGCHLD, self.check_workers)
 
     def check_workers(self, *_):
         for i, process in enumerate(self.processes):
@@ -799,9 +797,8 @@ class Envs:
         return {key: np.average(values, weights=weights + 1e-9) for key, (values, weights) in pairs.items()}
 
     def close(self):
-        if self.processes:
-            atexit.unregister(self.close)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        atexit.unregister(self.close)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in self.processes:
             process.kill(), process.join()  # nothing of theirs is worth a wait, and they ignore SIGTERM
         self.vecenv.close()
@@ -810,24 +807,22 @@ class Envs:
 def environment_class(env_id: str):
     """The callable that makes one environment for PufferLib: takes buf, seed and the environment's own arguments.
 
-    Tried in this order: a name of Ocean's, a module with parallel_env (PettingZoo), a Gymnasium id.
+    Tried in this order: a name of Ocean's, a Gymnasium id, a module with parallel_env (PettingZoo).
     """
     name, (module, _, gym_id) = env_id.removeprefix("puffer_"), env_id.rpartition(":")
-    makers = {key.removeprefix("make_"): value for key, value in vars(ocean).items() if key.startswith("make_")}
-    makers |= ocean.MAKE_FUNCTIONS
+    native = ocean.MAKE_FUNCTIONS
     try:
-        if callable(makers.get(name)):
-            return makers[name]
-        if name in makers:
-            return getattr(importlib.import_module(f"pufferlib.ocean.{name}.{name}"), makers[name])
+        if isinstance(native.get(name), str):
+            return getattr(importlib.import_module(f"pufferlib.ocean.{name}.{name}"), native[name])
+        if hasattr(ocean, f"make_{name}"):
+            return getattr(ocean, f"make_{name}")
         if module:
             importlib.import_module(module)  # it registers its environments
-        elif gym_id not in gym.registry and "/" not in env_id and importlib.util.find_spec(env_id):
-            return functools.partial(make_pettingzoo, importlib.import_module(env_id).parallel_env)
-        gym.spec(gym_id)
-        return functools.partial(make_gymnasium, gym_id)
+        if gym_id in gym.registry:
+            return functools.partial(make_gymnasium, gym_id)
+        return functools.partial(make_pettingzoo, importlib.import_module(env_id).parallel_env)
     except Exception as error:
-        near = ", ".join(difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5) or sorted(makers))
+        near = ", ".join(difflib.get_close_matches(env_id, [*native, *gym.registry], cutoff=0.5) or sorted(native))
         raise UsageError(f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}") from error
 
 
@@ -852,7 +847,6 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
     if os.getpid() != parent:  # a worker
         for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group; the parent decides
             signal.signal(signum, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
         if os.getppid() != parent:
             os._exit(1)
@@ -870,8 +864,7 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     make, kwargs, copies = environment_class(args.env_id), dict(args.env), num_envs or args.num_envs
     if args.num_workers and copies % args.num_workers:
         raise UsageError(f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}")
-    native = inspect.isclass(make) and issubclass(make, pufferlib.PufferEnv)
-    if native := native and "num_envs" in inspect.signature(make).parameters:  # one object steps many environments
+    if native := "num_envs" in inspect.signature(make).parameters:  # one object steps many environments
         kwargs["num_envs"], copies = copies // max(args.num_workers, 1), max(args.num_workers, 1)
     how = {"num_envs": copies, "backend": "PufferEnv" if native else "Serial"}
     if args.num_workers:  # in halves if they are even: one steps while the policy acts on the other
@@ -928,7 +921,7 @@ def load_state(agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args
             agent.load_state_dict({name.removeprefix("module."): weight for name, weight in weights.items()})
 
 
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's folder: config.yaml, the script, metrics.jsonl, TensorBoard events, checkpoints; and the terminal."""
 
     def __init__(self, args: Args, agent: Agent, optimizers: list, envs: Envs, resumed: dict | None):
@@ -936,15 +929,15 @@ class Run:
         before = resumed or dict.fromkeys(("iteration", "step", "seconds", "startup"), 0)
         self.iteration, self.step, self.startup = before["iteration"], before["step"], before["startup"]
         self.began = self.last_lap = time.perf_counter()
-        self.zero, self.last_time, self.last_step = self.began - before["seconds"], before["seconds"], self.step
+        self.zero, self.last_step = self.began - before["seconds"], self.step
         self.phases, self.shown, self.failed = defaultdict(float), {}, set()
         self.started, self.signum, self.exit_reason = False, 0, "completed"
-        self.env_name = re.sub(r"[/:]", "-", args.env_id)
+        self.env_name = args.env_id.replace("/", "-").replace(":", "-")
         name = f"{self.env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
         self.folder = pathlib.Path(resumed["folder"]) if resumed else pathlib.Path(args.output_dir, name)
         with blame(f"--output-dir {args.output_dir}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / "config.yaml", yaml.safe_dump(asdict(args), sort_keys=False))
+            write_atomically(self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False))
             write_atomically(self.folder / pathlib.Path(__file__).name, pathlib.Path(__file__).read_text())
             self.jsonl = (self.folder / "metrics.jsonl").open("a")
             # Back to where the checkpoint was written: the lines after it would come twice.
@@ -952,22 +945,16 @@ class Run:
         if args.track:
             with self.tolerate("W&B"):
                 os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds that an unreachable server costs
+                os.environ.setdefault("WANDB_PROJECT", "ppo-lstm-puffer")
                 import wandb
 
-                how = {"project": os.getenv("WANDB_PROJECT", "ppo-lstm-puffer"), "sync_tensorboard": True}
-                wandb.init(name=self.folder.name, config=asdict(args), dir=self.folder, **how)
+                wandb.init(name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True)
         threading.excepthook = lambda failed: warn(f"TensorBoard failed, training goes on: {failed.exc_value}")
         self.writer = torch.utils.tensorboard.SummaryWriter(str(self.folder), purge_step=self.step + 1)
         self.traced = range(self.iteration + 5, self.iteration + 8) if args.profile else range(0)
-        print(f"on: {machine(args)}\nrun: {self.folder}", file=sys.stderr, flush=True)
-        doing = "compiling: about half a minute"
-        columns, terminal = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()), sys.stderr.isatty()
-        self.live = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not terminal)
-        self.task = self.live.add_task(doing, total=None)
-        if terminal:
-            self.live.start()
-        elif doing:
-            print(doing, file=sys.stderr, flush=True)
+        print(f"on: {machine(args)}\nrun: {self.folder}\ncompiling: about half a minute", file=sys.stderr, flush=True)
+        columns = TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn()
+        self.live = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
     @property
     def seconds(self) -> float:
@@ -1008,7 +995,8 @@ class Run:
         if not self.started:
             self.started, self.startup = True, self.startup + time.perf_counter() - self.began
             signal.signal(signal.SIGINT, self.note_signal), signal.signal(signal.SIGTERM, self.note_signal)
-            self.live.reset(self.task, total=self.args.total_timesteps, description="")
+            self.task = self.live.add_task("", total=self.args.total_timesteps)
+            self.live.start()
         trace = torch_xla.debug.profiler
         if self.traced and iteration in (self.traced.start, self.traced.stop):
             trace.stop_trace() if iteration == self.traced.stop else trace.start_trace(str(self.folder))
@@ -1021,7 +1009,7 @@ class Run:
 
     def log(self, losses: dict[str, float], learning_rate: float):
         """A line of metrics.jsonl, TensorBoard's scalars, and a line or the living one on the terminal."""
-        seconds = max(self.seconds - self.last_time, 1e-9)
+        seconds = sum(self.phases.values())
         row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
         if self.envs.episodes:
             _, returns, lengths = zip(*self.envs.episodes)
@@ -1032,7 +1020,7 @@ class Run:
         row |= {f"time/{name}": value for name, value in self.phases.items()}
         row |= {f"time/{name}_share": value / seconds for name, value in self.phases.items()}
         row["xla/compiled"] = torch_xla.debug.metrics.metric_data("CompileTime")[0]  # so many graphs until now
-        self.last_time, self.last_step = self.seconds, self.step
+        self.last_step = self.step
         self.envs.episodes.clear(), self.envs.logs.clear(), self.phases.clear()
         row = self.write({name: value for name, value in row.items() if np.isfinite(value)})  # JSON has no NaN
         with self.tolerate("TensorBoard"):
@@ -1052,25 +1040,20 @@ class Run:
         model = {name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()}
         state = {"iteration": self.iteration, "step": self.step, "seconds": self.seconds, "startup": self.startup}
         state |= {"optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers], "model": model}
-        state |= {"config": asdict(self.args), "metrics_size": os.path.getsize(self.jsonl.name)}
+        state |= {"config": vars(self.args), "metrics_size": os.path.getsize(self.jsonl.name)}
         with self.tolerate("checkpoint"):
             for kind, content in (f"model_{self.env_name}", model), ("trainer", state):
                 write_atomically(self.folder / f"{kind}_{self.iteration:06d}.pt", content)
                 for old in checkpoints(self.folder, kind)[: -self.args.keep_checkpoints]:
                     old.unlink()
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, error, traceback):
         """The last line of metrics.jsonl, whatever the end is."""
         if error is not None:
             name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(kind, kind.__name__)
             self.exit_reason = f"{name}: {error}"
-        memory = {"peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        if torch.cuda.is_initialized():
-            memory["peak_vram_mb"] = torch.cuda.max_memory_allocated() / 2**20
-        self.write({"exit_reason": self.exit_reason} | memory)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, torch.cuda.max_memory_allocated() / 2**20
+        self.write({"exit_reason": self.exit_reason, "peak_rss_mb": memory[0], "peak_vram_mb": memory[1]})
         self.live.stop()
         with self.tolerate("TensorBoard"):
             self.writer.close()
@@ -1092,15 +1075,7 @@ def machine(args: Args) -> str:
 
 def check_args(args: Args):
     """Resolves what is "auto", and raises UsageError for what cannot be right."""
-    sizes = "num_envs num_steps minibatch_size max_minibatch_size hidden_size total_timesteps log_interval"
-    rates = "seed num_workers learning_rate adam_learning_rate update_epochs clip_coef vf_clip_coef max_grad_norm"
-    rates += " vf_coef ent_coef vtrace_rho_clip vtrace_c_clip prio_alpha"
-    bounds = {f"{sizes} checkpoint_interval keep_checkpoints": (1, np.inf), rates: (0, np.inf)}
-    for names, (least, most) in (bounds | {"momentum gamma gae_lambda prio_beta0": (0, 1)}).items():
-        for name in names.split():
-            value = getattr(args, name)
-            if value is not None and not least <= value <= most:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be between {least} and {most}")
+    checked(vars(args))
     minibatch, most = args.minibatch_size, args.max_minibatch_size
     if minibatch % args.num_steps:
         raise UsageError(f"--minibatch-size {minibatch}: must be a multiple of --num-steps {args.num_steps}")
@@ -1120,16 +1095,16 @@ def check_args(args: Args):
         args.learning_rate = 0.015 if args.precision == "bfloat16" else 0.025
 
 
-def from_yaml(config: dict, source: str, skip_unknown: bool = False) -> Args:
-    """Arguments from a mapping, their types checked. Raises UsageError."""
-    known, config = [item.name for item in fields(Args)], {key.replace("-", "_"): config[key] for key in config}
-    for key in config.keys() - set(known):
-        if not skip_unknown:
-            near = difflib.get_close_matches(key, known, cutoff=0)
-            raise UsageError(f"{source}: unknown key {key}; near it: {', '.join(near)}")
-        warn(f"{source}: unknown here, so ignored: {key}={config.pop(key)}")
-    with blame(source):
-        return pydantic.TypeAdapter(Args).validate_python(config)
+def checked(values: dict[str, Any]) -> Args:
+    """Arguments by their names, of the types and within the bounds that Args says. Raises UsageError."""
+    for key in values.keys() - Args.__annotations__:
+        near = difflib.get_close_matches(key, Args.__annotations__, cutoff=0)
+        raise UsageError(f"--{key}: there is no such argument; near it: {', '.join(near)}")
+    try:
+        return TypeAdapter(Args).validate_python(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UsageError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
 
 
 def parse_value(text: Any) -> Any:
@@ -1142,21 +1117,24 @@ def parse_value(text: Any) -> Any:
 
 def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line. Raises UsageError."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    given, default, resumed = dict(itertools.pairwise(words)), Args(), None
-    config, resume = given.get("--config"), given.get("--resume")
-    if config and resume:
+    given, others = tyro.cli(Args, args=argv, add_help=False, return_unknown_args=True)
+    default, resumed = Args(), None
+    if given.config and given.resume:
         raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")
-    if config:
-        with blame(f"--config {config}"):
-            default = from_yaml(yaml.safe_load(pathlib.Path(config).read_text()), f"--config {config}")
-    elif resume:
-        resumed = load_checkpoint(resume, given.get("--output-dir", Args.output_dir))
-        default = from_yaml(resumed["config"] | {"device": "auto"}, f"--resume {resume}", skip_unknown=True)
-    for word in words:  # so that tyro knows them
+    if given.config:
+        with blame(f"--config {given.config}"):
+            config = yaml.safe_load(pathlib.Path(given.config).read_text())
+            default = checked({key.replace("-", "_"): value for key, value in config.items()})
+    elif given.resume:
+        resumed = load_checkpoint(given.resume, given.output_dir)
+        config = resumed["config"] | {"device": "auto"}
+        for key in config.keys() - Args.__annotations__:
+            warn(f"--resume {given.resume}: unknown here, so ignored: {key}={config.pop(key)}")
+        default = checked(config)
+    for word in others:  # so that tyro knows them
         if word.startswith("--env."):
-            default.env.setdefault(word[6:].replace("-", "_"), "")
-    args = tyro.cli(Args, args=words, default=default, description=__doc__)
+            default.env[word[6:].partition("=")[0].replace("-", "_")] = ""
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__)
     args.env = {key: parse_value(value) for key, value in args.env.items()}
     check_args(args)
     return args, resumed
