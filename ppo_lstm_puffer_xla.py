@@ -90,26 +90,26 @@ class Args:
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them
-    learning_rate: Amount | None = None  # of --optimizer (with adam, try 0.01); None: 0.015, in float32 0.025
-    adam_learning_rate: Amount = 1e-3  # with Muon: of Adam, which trains whatever is not a matrix
+    learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
+    adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
-    momentum: Fraction = 0.85  # Muon's momentum, Adam's beta1 where Adam trains all
+    momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
     anneal_lr: Literal["linear", "cosine", "none"] = "linear"  # the learning rates' way to 0 at --total-timesteps
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
-    gamma: Fraction = 0.98  # discount factor
-    gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
-    minibatch_size: Count = 1024  # steps per gradient update: minibatch_size / num_steps whole segments
+    gamma: Fraction = 0.97  # discount factor
+    gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
+    minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
     update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
     norm_adv: bool = True  # normalize advantages over each minibatch
-    clip_coef: Amount = 0.3  # PPO's clip range of the ratio
-    vf_clip_coef: Amount = 0.2  # clip range of the value loss; inf: not clipped
-    vf_coef: Amount = 3.5  # weight of the value loss
-    ent_coef: Amount = 0.0001  # weight of the entropy bonus
+    clip_coef: Amount = 0.15  # PPO's clip range of the ratio
+    vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
+    vf_coef: Amount = 7.0  # weight of the value loss
+    ent_coef: Amount = 0.00002  # weight of the entropy bonus
     max_grad_norm: Amount = 1.5  # clip the gradient's global norm to this
     vtrace_rho_clip: Amount = 1.0  # V-trace's clip of the ratio in the temporal difference
     vtrace_c_clip: Amount = 1.0  # V-trace's clip of the ratio in the trace
-    prio_alpha: Amount = 0.9  # exponent of the segment priorities; 0 samples uniformly
+    prio_alpha: Amount = 0.3  # exponent of the segment priorities; 0 samples uniformly
     prio_beta0: Fraction = 0.2  # first exponent of the importance weights, annealed to 1
     # Network and speed
     hidden_size: Count = 128  # width of the encoder and of the LSTM
@@ -1091,8 +1091,6 @@ def check_args(args: Args):
         products = (torch.ones(256, 256, dtype=dtype, device=args.device) for dtype in (torch.bfloat16, torch.float32))
         slow, fast = (torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products)
         warn(f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware")
-    if args.learning_rate is None:  # bfloat16 rounds Muon's steps; float32 wants longer ones for the same score
-        args.learning_rate = 0.015 if args.precision == "bfloat16" else 0.025
 
 
 def checked(values: dict[str, Any]) -> Args:

@@ -127,6 +127,7 @@ def parse(script: str, words: list[str]):
             "Any": Any,
             "Literal": Literal,
             "__name__": __name__,
+            **{name: getattr(ppo, name) for name in ("Count", "Natural", "Amount", "Fraction")},
         }
         exec(compile(ast.Module([node], []), script, "exec"), names)
         return tyro.cli(names["Args"], args=words)
@@ -320,7 +321,7 @@ def test_output_shown_is_what_a_run_prints(finished):
     (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
     on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
     assert re.fullmatch(r"on: cpu, threads: \d, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
-    assert f'doing = "{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
+    assert f'print("{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
     assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
     keys = [
         [word.partition("=")[0] for word in line.split()]
