@@ -3,8 +3,7 @@
     python ppo_lstm_puffer_xla.py --env-id breakout               # on all TPU chips; of several hosts: run it on each
     python ppo_lstm_puffer_xla.py --env-id breakout --device cpu  # XLA's CPU device; CPU_NUM_DEVICES=4 makes four of it
 
-One process per host steps the environments, and the devices share the agents (SPMD). torch_xla notes what to compute,
-and runs it as one graph at each sync(); a new one it compiles. After two iterations there is none: no shape changes.
+One process per host, the agents spread over all devices (SPMD). sync() ends a graph; after two iterations none is new.
 
 The algorithm is PufferLib's PuffeRL (PPO + LSTM, V-trace, prioritized segments, Muon) with what it leaves out: the LSTM
 is reset where an episode ends and carried from segment to segment, and the value after a segment is bootstrapped.
@@ -404,7 +403,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations.index_select(1, segments))  # [:, segments] takes four times as long
+    features = agent.encode(observations[:, segments])
     hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
@@ -476,12 +475,12 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
 
 def train(args: Args, resumed: dict | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
-    device, hosts, host = start_devices(args)
+    device, devices, hosts, host = start_devices(args)
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
     # A resumed run draws other numbers. torch's are the same on all hosts: what all devices have must be.
     envs = make_envs(args, seed_everything(args.seed + iteration) + 1_000_003 * host, args.num_envs // hosts)
     T, N = args.num_steps, envs.num_agents * hosts
-    if args.num_envs % hosts or envs.num_agents % (envs.num_groups * xr.addressable_runtime_device_count()):
+    if args.num_envs % hosts or envs.num_agents % (envs.num_groups * devices):
         raise UsageError(f"--num-envs {args.num_envs}: the agents that act at once do not split over the devices")
     batch_size = N * T
     num_iterations = -(-args.total_timesteps // batch_size)
@@ -562,8 +561,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
     with contextlib.closing(envs), run:
         envs.reset()
         groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
-        ones = np.ones(xr.addressable_runtime_device_count())  # the hosts stop together
-        while iteration < num_iterations and not put(ones * run.stopping).max():
+        while iteration < num_iterations and not put(np.ones(devices) * run.stopping).max():  # hosts stop together
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             start_h.copy_(h), start_c.copy_(c)
             noise.copy_(agent.sampling_noise(T + 1, N))
@@ -679,9 +677,9 @@ def fast_bfloat16(device: str) -> str | None:
 # PLUMBING: devices and hosts ------------------------------------------------------------------------------------------
 
 
-def start_devices(args: Args) -> tuple[torch.device, int, int]:
+def start_devices(args: Args) -> tuple[torch.device, int, int, int]:
     """Starts XLA's runtime, one process per host: all devices of all hosts are a mesh with one axis, "data", that the
-    agents are spread over. Returns the device that stands for all, how many hosts there are, and which one this is."""
+    agents are spread over. Returns what stands for all devices, how many are here, of how many hosts, and which."""
     for signum in signal.SIGINT, signal.SIGTERM:  # a handler would wait for XLA's compiler
         signal.signal(signum, signal.SIG_DFL)
     # Autograd's own thread lets go of its last tensors late: at times they would be part of the next graph.
@@ -692,7 +690,7 @@ def start_devices(args: Args) -> tuple[torch.device, int, int]:
         xr.use_spmd()
         devices = np.arange(xr.global_runtime_device_count())
         spmd.set_global_mesh(spmd.Mesh(devices, devices.shape, ("data",)))
-        return torch_xla.device(), xr.process_count(), xr.process_index()
+        return torch_xla.device(), xr.addressable_runtime_device_count(), xr.process_count(), xr.process_index()
 
 
 def share(dim: int, *tensors: torch.Tensor):
