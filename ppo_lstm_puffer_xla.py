@@ -403,7 +403,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations[:, segments])
+    features = agent.encode(observations[:, segments])  # torch_xla does not survive index_select on a shared tensor
     hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
