@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import difflib
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -398,7 +398,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations.index_select(1, segments))  # [:, segments] takes four times as long
+    features = agent.encode(observations.index_select(1, segments))  # [:, segments] takes two to four times as long
     hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
@@ -806,22 +806,24 @@ class Envs:
 def environment_class(env_id: str):
     """The callable that makes one environment for PufferLib: takes buf, seed and the environment's own arguments.
 
-    Tried in this order: a name of Ocean's, a Gymnasium id, a module with parallel_env (PettingZoo).
+    Tried in this order: a name of Ocean's, a module with parallel_env (PettingZoo), a Gymnasium id.
     """
     name, (module, _, gym_id) = env_id.removeprefix("puffer_"), env_id.rpartition(":")
-    native = ocean.MAKE_FUNCTIONS
+    makers = {key.removeprefix("make_"): value for key, value in vars(ocean).items() if key.startswith("make_")}
+    makers |= ocean.MAKE_FUNCTIONS
     try:
-        if isinstance(native.get(name), str):
-            return getattr(importlib.import_module(f"pufferlib.ocean.{name}.{name}"), native[name])
-        if hasattr(ocean, f"make_{name}"):
-            return getattr(ocean, f"make_{name}")
+        if callable(makers.get(name)):
+            return makers[name]
+        if name in makers:
+            return getattr(importlib.import_module(f"pufferlib.ocean.{name}.{name}"), makers[name])
         if module:
             importlib.import_module(module)  # it registers its environments
-        if gym_id in gym.registry:
-            return functools.partial(make_gymnasium, gym_id)
-        return functools.partial(make_pettingzoo, importlib.import_module(env_id).parallel_env)
+        elif gym_id not in gym.registry and "/" not in env_id and importlib.util.find_spec(env_id):
+            return functools.partial(make_pettingzoo, importlib.import_module(env_id).parallel_env)
+        gym.spec(gym_id)
+        return functools.partial(make_gymnasium, gym_id)
     except Exception as error:
-        near = ", ".join(difflib.get_close_matches(env_id, [*native, *gym.registry], cutoff=0.5) or sorted(native))
+        near = ", ".join(difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5) or sorted(makers))
         raise UsageError(f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}") from error
 
 
@@ -1055,8 +1057,9 @@ class Run(contextlib.AbstractContextManager):
         if error is not None:
             name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(kind, kind.__name__)
             self.exit_reason = f"{name}: {error}"
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, torch.cuda.max_memory_allocated() / 2**20
-        self.write({"exit_reason": self.exit_reason, "peak_rss_mb": memory[0], "peak_vram_mb": memory[1]})
+        memory = {"peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        memory["peak_vram_mb"] = torch.cuda.max_memory_allocated() / 2**20  # without a GPU 0
+        self.write({"exit_reason": self.exit_reason} | memory)
         self.live.stop()
         with self.tolerate("TensorBoard"):
             self.writer.close()
