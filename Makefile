@@ -15,7 +15,7 @@ VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
 TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
 
-.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export benchmark benchmark-quick benchmark-peers report lint clean
+.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export repeat benchmark benchmark-quick benchmark-memory benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -82,6 +82,9 @@ watch: setup  ## the live dashboard of the newest run, from another terminal: ma
 export: setup  ## the newest run's policy as ONNX, or by the file's ending as .bin or .pt: make export ARGS="latest --out policy.bin"
 	$(PY) tools/export.py $(or $(ARGS),latest --out policy.onnx)
 
+repeat: setup  ## run a run again from its folder, and say whether every number is the same to the bit: make repeat RUN=runs/RUN
+	$(PY) tools/repeat.py $(or $(RUN),latest) $(ARGS)
+
 test: setup  ## run the tests (about ten minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
@@ -96,6 +99,11 @@ benchmark: setup benchmark-peers  ## measure this kind of CPU's benchmark/report
 benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick; with the peers that are installed
 	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \
 		$(PY) benchmark/report.py runs/benchmark-quick; exit $$code
+
+benchmark-memory: setup benchmark-peers  ## measure benchmark/reports/memory from nothing, a core for each half of the tasks (two hours)
+	$(PY) benchmark/run.py benchmark/plans/memory.yaml --out benchmark/reports/memory --fresh --cores 0 --only diagnostic control $(ARGS) & \
+		$(PY) benchmark/run.py benchmark/plans/memory.yaml --out benchmark/reports/memory --fresh --cores 1 --only games mazes $(ARGS); wait
+	$(PY) benchmark/report.py benchmark/reports/memory
 
 PEERS := pufferl sb3 sample_factory protein
 

@@ -1,4 +1,4 @@
-"""The tools around a run: tools/play.py, tools/watch.py, tools/export.py."""
+"""The tools around a run: tools/play.py, tools/watch.py, tools/export.py, tools/repeat.py."""
 
 import functools
 import json
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import common
 import export
 import play
+import repeat
 import watch
 
 WEIGHTS = pathlib.Path(pufferlib.__path__[0], "resources", "breakout", "breakout_weights.bin")
@@ -81,7 +82,7 @@ def forked(tmp_path_factory):
 def call(tmp_path, monkeypatch, capfd):
     """Calls a tool in this process and in an empty folder; returns its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    main = {play: play.run, watch: watch.watch, export: export.export}
+    main = {play: play.run, watch: watch.watch, export: export.export, repeat: repeat.repeat}
 
     def call(tool, *arguments) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -416,3 +417,28 @@ def test_script_that_does_not_load_is_named(run, refused, tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     line = refused(play, run, "--script", "broken.py")
     assert "broken.py" in line and "nothing_of_this_name" in line and "--script ppo_lstm_puffer.py" in line
+
+
+# tools/repeat.py
+
+
+def test_run_repeats_to_the_bit_and_a_changed_one_does_not(run, call, refused, tmp_path):
+    code, out, err = call(repeat, run)
+    rows = len(read_metrics(run))
+    assert code == 0 and f"{rows} of {rows} rows are the same to the bit" in out, err
+    assert call(repeat, run, "--steps", 600)[1].count("2 of 2 rows") == 1  # of 256 steps each
+    changed = shutil.copytree(run, tmp_path / "changed")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[3]["losses/entropy"] = np.nextafter(rows[3]["losses/entropy"], 1)
+    (changed / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, out, _ = call(repeat, changed)
+    assert code == 1 and "3 of 8 rows" in out and "different at step 1024: losses/entropy" in out
+    assert "no copy of the script" in refused(repeat, tmp_path)
+
+
+def test_only_what_came_before_a_resume_is_repeated(run, tmp_path):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[5:]:
+        row["startup"] += 1
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert len(repeat.rows_of(tmp_path)) == 5
