@@ -85,15 +85,15 @@ class Args:
     num_workers: Natural = 0  # processes that step the environments; 0: this one; an even number is double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
-    total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them
-    learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
+    total_timesteps: Count = 16_000_000  # steps over all agents; the learning rate is annealed over them
+    learning_rate: Amount = 0.09  # of --optimizer (with adam, try 0.01)
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal_lr: Literal["linear", "cosine", "none"] = "linear"  # the learning rates' way to 0 at --total-timesteps
+    anneal_power: Amount = 3.0  # learning rates fall to 0 as (1 - progress)^this; 1: linearly, 0: not at all
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
-    gamma: Fraction = 0.97  # discount factor
-    gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
+    gamma: Fraction = 0.98  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
     minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
     update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
@@ -578,7 +578,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
             progress = iteration / num_iterations
-            factor = {"none": 1.0, "linear": 1 - progress, "cosine": (1 + np.cos(np.pi * progress)) / 2}[args.anneal_lr]
+            factor = (1 - progress) ** args.anneal_power
             for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
             beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)

@@ -25,7 +25,7 @@ CUE_RECALL = [
 FAR_REWARD = [
     *TRAIN, "--env-id", "environments:FarReward-v0", "--env.shown", "128", "--num-envs", "64", "--num-steps", "64",
     "--minibatch-size", "1024", "--update-epochs", "2", "--total-timesteps", "200000", "--gamma", "0.999", "--gae-lambda", "0.95",
-    "--optimizer", "muon", "--learning-rate", "0.02", "--adam-learning-rate", "0.001", "--anneal-lr", "linear", "--vf-clip-coef", "0.2",
+    "--optimizer", "muon", "--learning-rate", "0.02", "--adam-learning-rate", "0.001", "--anneal-power", "1", "--vf-clip-coef", "0.2",
     "--vf-coef", "2", "--ent-coef", "0.001", "--max-grad-norm", "1.5", "--prio-alpha", "0", "--prio-beta0", "0.2", "--log-interval", "4",
 ]  # fmt: skip
 
