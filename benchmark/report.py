@@ -8,6 +8,7 @@ is included as "What was tried". Times count from the start of the process, for 
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import shlex
@@ -22,6 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
+import yaml
 from run import ROOT, from_rows, read_rows, report_folder
 
 NAMES = {
@@ -315,6 +317,62 @@ def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndar
     return np.array([column[:fewest] for column in columns]).T
 
 
+def best_score(cell: dict) -> float:
+    """The highest mean of three logged scores: POPGym's maximum mean episodic reward."""
+    return float(np.nanmax([np.nan, *smooth(cell["curve"]["score"])]))
+
+
+def task_scores(cells: list[dict], published: dict) -> tuple[list[str], dict[str, list[list[float]]], dict]:
+    """Programs and published columns; of each environment, the best scores of each column's runs (published: one, or
+    none); and for each environment what is 0 and what is 1: the untrained score and the highest one of any column."""
+    programs = [*dict.fromkeys(cell["name"] for cell in cells)]
+    columns, scores, scale = [*programs, *dict.fromkeys(key for row in published.values() for key in row)], {}, {}
+    for env_id, runs in group_by(cells, "env_id").items():
+        row = published.get(env_id, {})
+        scores[env_id] = [[best_score(cell) for cell in runs if cell["name"] == name] for name in programs]
+        scores[env_id] += [[row[name]] if name in row else [] for name in columns[len(programs) :]]
+        scale[env_id] = first_score(runs), max(np.mean(some) for some in scores[env_id] if some)
+    return columns, scores, scale
+
+
+def tasks_section(cells: list[dict], published: dict) -> str:
+    """A row for each environment, a column for each program, and what others published."""
+    columns, scores, scale = task_scores(cells, published)
+    programs, environments = [*dict.fromkeys(cell["name"] for cell in cells)], group_by(cells, "env_id")
+    rows = []
+    for env_id, each in scores.items():
+        steps = [cell["curve"]["step"][-1] / 1e6 for cell in environments[env_id] if cell["name"] == "ours"]
+        best = max(np.mean(some) for some in each[: len(programs)] if some)
+        words = [spread(some) for some in each]
+        for index, some in enumerate(each[: len(programs)]):
+            if some and np.mean(some) >= best - 0.01 * (best - scale[env_id][0]):
+                words[index] = f"**{words[index]}**"
+        rows.append([task_name(env_id), number(scale[env_id][0]), *words, spread(steps)])
+    head = ["task", "untrained", *map(label, columns), "million steps of ours"]
+    means = []
+    for index, name in enumerate(programs):
+        each = {env_id: (row[index], *scale[env_id]) for env_id, row in scores.items()}
+        fewest = min(len(runs) for runs, *_ in each.values())
+        if fewest:
+            normal = [[(score - low) / (high - low) for score in runs[:fewest]] for runs, low, high in each.values()]
+            means.append([label(name), number(iqm(*np.array(normal))), interval(iqm, *normal), str(fewest)])
+    means_head = ["", "interquartile mean", "95 % interval", "runs per task"]
+    return f"""The highest mean of three logged scores, of the returns of all episodes while training (POPGym's measure). \
+Bold: the best of
+the programs, or within 1 % of the way to it.
+
+{table(head, rows)}
+The interquartile mean over all tasks and runs, with a stratified bootstrap interval (Agarwal et al. 2021). 0 is the \
+score of the untrained, 1 the highest
+in the row, what others published included.
+
+{table(means_head, means)}"""
+
+
+def task_name(env_id: str) -> str:
+    return env_id.removeprefix("tasks:").removesuffix("-v0")
+
+
 def ranks_section(cells: list[dict]) -> str:
     """The first program of a group is one rank on a core; another's efficiency: its speed by x ranks times that."""
     parts = ["Two cores; in turn, so that the machine's drift hurts all alike.\n"]
@@ -471,6 +529,46 @@ def plot_learning(cells: list[dict], path: pathlib.Path):
     save(figure, path)
 
 
+def plot_tasks(cells: list[dict], path: pathlib.Path, published: dict):
+    """A heat map: a row for each environment, a column for each program and for what others published."""
+    columns, scores, scale = task_scores(cells, published)
+    figure, axis = plt.subplots(figsize=(2.4 + 1.25 * len(columns), 1 + 0.33 * len(scores)))
+    means = np.array([[np.mean(some) if some else np.nan for some in row] for row in scores.values()])
+    low, high = np.array([*scale.values()]).T[:, :, None]
+    axis.imshow((means - low) / (high - low), cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    for (row, column), value in np.ndenumerate(means):
+        if np.isfinite(value):
+            dark = (value - low[row, 0]) / (high[row, 0] - low[row, 0]) < 0.6
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color="white" if dark else "black")
+    words = [label(name).replace(" (", "\n(") for name in columns]
+    axis.set(xticks=range(len(columns)), xticklabels=words, yticks=range(len(scores)))
+    axis.set_yticklabels([task_name(env_id) for env_id in scores])
+    axis.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, left=False)
+    axis.grid(visible=False)
+    save(figure, path)
+
+
+def plot_many(cells: list[dict], path: pathlib.Path):
+    """A small panel for each environment: median over seeds against seconds, and the range of all."""
+    environments = group_by(cells, "env_id")
+    rows = -(-len(environments) // 4)
+    figure, axes = plt.subplots(rows, 4, figsize=(14, 2.6 * rows), squeeze=False)
+    for axis, (env_id, runs) in zip(axes.flat, environments.items()):
+        for index, (name, some) in enumerate(group_by(runs, "name").items()):
+            curves = [(from_start(cell), smooth(cell["curve"]["score"])) for cell in some]
+            curves = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
+            x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+            y = np.array([np.interp(x, *curve) for curve in curves])
+            axis.plot(x, np.median(y, axis=0), color=color(name, index), label=label(name))
+            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color(name, index), alpha=0.2, linewidth=0)
+        axis.set_title(task_name(env_id), fontsize=10)
+    for axis in axes.flat[len(environments) :]:
+        axis.axis("off")
+    axes[-1, 0].set_xlabel("seconds from the start of the process")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower right", ncols=3)
+    save(figure, path)
+
+
 def plot_phases(cells: list[dict], path: pathlib.Path):
     names = group_by(cells, "name")
     phases = list(dict.fromkeys(phase for cell in cells for phase in cell["phase_shares"]))
@@ -538,7 +636,12 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         section("Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"])
     if kinds["ranks"]:
         section("Ranks", ranks_section(kinds["ranks"]), "ranks", plot_speed, kinds["ranks"])
-    if learning:
+    if (folder / "published.yaml").exists():  # many tasks, and what others published of them
+        published = yaml.safe_load((folder / "published.yaml").read_text())
+        plot = functools.partial(plot_tasks, published=published["scores"])
+        section("Scores", tasks_section(learning, published["scores"]), "tasks", plot, learning)
+        section("Learning", f"{published['source']}\n", "learning", plot_many, learning)
+    elif learning:
         section("Learning", learning_section(learning), "learning", plot_learning, learning)
     if phases:
         text = "In the second half of each run, median over runs.\n"

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import sys
 
+import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -131,11 +132,24 @@ def test_wrong_plan_is_one_clear_line(tmp_path, capsys, text, message):
     assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["cpu", "quick", "learning", "ablations"])
-def test_stored_plans_are_valid(name):
-    groups = yaml.safe_load((ROOT / f"benchmark/plans/{name}.yaml").read_text())
+@pytest.mark.parametrize("plan", sorted((ROOT / "benchmark/plans").glob("*.yaml")), ids=lambda path: path.stem)
+def test_stored_plans_are_valid(plan):
+    groups = yaml.safe_load(plan.read_text())
     cells = [cell for group in groups for cell in run.expand(group, [0])]
     assert len({run.path_of(cell, ROOT) for cell in cells}) == len(cells)
+
+
+def test_tasks_of_the_memory_report_are_flat_and_show_the_last_action():
+    plan = yaml.safe_load((ROOT / "benchmark/plans/memory.yaml").read_text())
+    for env_id in {env_id for group in plan for env_id in group["envs"]}:
+        env = gym.make(env_id)
+        first, _ = env.reset(seed=1)
+        env.action_space.seed(1)
+        action = env.action_space.sample()
+        now, *_ = env.step(action)
+        assert first in env.observation_space and now in env.observation_space and now.ndim == 1, env_id
+    env = gym.make("tasks:RepeatPreviousEasy-v0")  # one of 4 suits, the last action, whether this is the first step
+    assert env.reset(seed=1)[0][4:].tolist() == [1, 0, 0, 0, 0, 1] and env.step(2)[0][4:].tolist() == [0, 0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +285,24 @@ def test_every_environment_is_compared_with_pufferl():
     assert report.normalized_scores({"quick": quick, "slow": slow}, "ours").tolist() == [[1, 0.5]]
     assert report.normalized_scores({"quick": quick, "slow": slow}, "pufferl").tolist() == [[0.5, 1]]
     assert "| ours | 0.75 | - | 1 |" in text
+
+
+def test_tasks_are_compared_with_what_others_published(tmp_path):
+    def cells(env_id: str, **scores: float) -> list[dict]:
+        curves = {
+            name: {"time": [1, 2, 3, 4], "step": [1, 2, 3, 4], "score": [0, score, score, score]}
+            for name, score in scores.items()
+        }
+        return [hand_made(**curve) | {"env_id": env_id, "name": name} for name, curve in curves.items()]
+
+    runs = cells("tasks:Recall-v0", ours=0.5, sb3=0.1) + cells("tasks:Maze-v0", ours=0.1, sb3=0.4)
+    text = report.tasks_section(runs, {"tasks:Recall-v0": {"GRU": 1.0}})
+    assert "| task | untrained | ours | RecurrentPPO (SB3-contrib) | GRU | million steps of ours |" in text
+    assert "| Recall | 0 | **0.5** | 0.1 | 1 | 4e-06 |" in text and "| Maze | 0 | 0.1 | **0.4** | - | 4e-06 |" in text
+    assert "| ours | 0.375 | - | 1 |" in text and "| RecurrentPPO (SB3-contrib) | 0.55 | - | 1 |" in text
+    report.plot_tasks(runs, tmp_path / "tasks.png", {"tasks:Recall-v0": {"GRU": 1.0}})
+    report.plot_many(runs, tmp_path / "learning.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"tasks.png", "learning.png"}
 
 
 def test_interquartile_mean_and_its_interval():

@@ -201,7 +201,12 @@ def read_arguments(words: list[str]):
 def tool(words: list[str]):
     """Run as written, in a process of its own; playing four episodes, and with PufferLib's format in place of ONNX, which takes
     half a minute. tests/test_tools.py says more of them."""
-    brief = {"play.py": ["--episodes", "4", "--num-envs", "4"], "watch.py": ["--once"], "export.py": []}
+    brief = {
+        "play.py": ["--episodes", "4", "--num-envs", "4"],
+        "watch.py": ["--once"],
+        "export.py": [],
+        "repeat.py": ["--steps", "1"],
+    }
     brief["play.py"] += ["--env.frameskip", "16"] * ("--gif" in words)  # a short film
     arguments = [word.replace(".onnx", ".bin") for word in words[2:]]
     output_of(words[1], [*arguments, *brief[pathlib.Path(words[1]).name]], ".")

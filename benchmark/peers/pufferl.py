@@ -1,20 +1,34 @@
 """PuffeRL 3.0.0, PufferLib's own trainer, through its own API: the peer to beat.
 
     .peers/pufferl/bin/python benchmark/peers/pufferl.py --seed 1 --steps 40_000_000 --folder DIR
+    PYTHONPATH=benchmark .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id tasks:CountRecallEasy-v0 --folder DIR
 
 Every hyperparameter is left as the environment's .ini has it (Breakout: 2 x 1024 environments, segments of 64,
 minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization with torch.compile: 63-72 thousand steps
 a second, against 11-16 Serial and eager and 30 with Multiprocessing and eager. It needs heavyball 1.7.2, the release of
 its time; with 2.2.1 it hardly learns. Its seeding is commented out, so torch and numpy are seeded here.
+
+A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network with an LSTM of 128,
+and SIZES instead of minibatches of 8192, of which a Python environment would give it few.
 """
 
+import functools
 import sys
 
+import gymnasium as gym
 import numpy as np
+import pufferlib.emulation
+import pufferlib.models
 import torch
 from peer import Metrics, arguments
 
 NOTE = "Serial with torch.compile, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
+SIZES = {"num_envs": 64, "minibatch_size": 1024, "update_epochs": 2}  # of benchmark/configs/popgym.yaml
+
+
+def make_gymnasium(env_id: str, buf=None, seed=0) -> pufferlib.emulation.GymnasiumPufferEnv:
+    env = pufferlib.EpisodeStats(gym.make(env_id))
+    return pufferlib.emulation.GymnasiumPufferEnv(env=env, buf=buf, seed=seed)
 
 
 def main():
@@ -28,9 +42,10 @@ def main():
 
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
-    name = f"puffer_{args.env_id}"
+    emulated = ":" in args.env_id
+    name = "default" if emulated else f"puffer_{args.env_id}"
     config = pufferl.load_config(name)
-    config["vec"] = {"backend": args.backend, "num_envs": 2, "seed": args.seed}
+    config["vec"] = {"backend": args.backend, "num_envs": SIZES["num_envs"] if emulated else 2, "seed": args.seed}
     config["train"].update(
         device=args.device,
         compile=bool(args.compile),
@@ -40,8 +55,15 @@ def main():
         data_dir=str(args.folder / "scratch"),
         env=name,
     )
-    vecenv = pufferl.load_env(name, config)
-    trainer = pufferl.PuffeRL(config["train"], vecenv, pufferl.load_policy(config, vecenv))
+    if emulated:
+        config["train"] |= {key: SIZES[key] for key in ("minibatch_size", "update_epochs")} | {"use_rnn": True}
+        vecenv = pufferlib.vector.make(functools.partial(make_gymnasium, args.env_id), **config["vec"])
+        policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=128)
+        policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, input_size=128, hidden_size=128)
+    else:
+        vecenv = pufferl.load_env(name, config)
+        policy = pufferl.load_policy(config, vecenv)
+    trainer = pufferl.PuffeRL(config["train"], vecenv, policy)
     trainer.print_dashboard = lambda *args, **kwargs: None
     parts = {f"{part}.{key}": value for part in ("vec", "env", "policy", "rnn") for key, value in config[part].items()}
     metrics = Metrics(args, "heavyball", parts | config["train"], NOTE)

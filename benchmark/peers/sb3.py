@@ -1,6 +1,7 @@
-"""Stable-Baselines3-contrib's RecurrentPPO on PufferLib's C environments.
+"""Stable-Baselines3-contrib's RecurrentPPO on PufferLib's C environments and on Gymnasium's.
 
     .peers/sb3/bin/python benchmark/peers/sb3.py --seed 1 --seconds 600 --folder DIR
+    PYTHONPATH=benchmark .peers/sb3/bin/python benchmark/peers/sb3.py --env-id tasks:CountRecallEasy-v0 --folder DIR
 
 Hyperparameters are rl-zoo's for recurrent PPO on Atari games, clipped rewards included (ppo_lstm.yml: four epochs,
 2.5e-4 and 0.1 decaying linearly, entropy 0.01), and sb3's own where it names none. Sizes are chosen for speed: rl-zoo's
@@ -8,6 +9,8 @@ Hyperparameters are rl-zoo's for recurrent PPO on Atari games, clipped rewards i
 16 to 18; more environments, longer segments and larger minibatches make no more, smaller minibatches less. One LSTM:
 `enable_critic_lstm=False`, as rl-zoo has it for some tasks, gives the critic a linear layer of its own. With
 `shared_lstm=True` the value's gradient would not reach the network: a return of 3 after a million steps, against 6.
+
+A Gymnasium id (module:Id-v0) runs in its own DummyVecEnv with GYMNASIUM below, in which what is not said is its default.
 """
 
 from typing import Any
@@ -19,10 +22,12 @@ from peer import Metrics, arguments
 from pufferlib.ocean.environment import env_creator
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv
 
 NOTE = "512 environments x 16 steps, minibatches of 4096: fastest of eleven sizes tried; otherwise rl-zoo's for Atari"
+GYMNASIUM = {"n_steps": 64, "batch_size": 1024, "n_epochs": 4, "learning_rate": 1e-3, "gamma": 0.99, "gae_lambda": 0.95}
 
 
 class Encoder(BaseFeaturesExtractor):
@@ -84,19 +89,35 @@ class NativeVecEnv(VecEnv):
 class Lines(BaseCallback):
     """A line per iteration, written when the next begins; ends training at the limits."""
 
-    def __init__(self, metrics: Metrics, env: NativeVecEnv):
+    def __init__(self, metrics: Metrics):
         super().__init__()
-        self.metrics, self.env, self.stop = metrics, env, False
+        self.metrics, self.stop = metrics, False
+
+    def finished(self) -> dict[str, list[float]]:
+        """The scores and returns of episodes that ended since the last call."""
+        if isinstance(self.training_env, NativeVecEnv):
+            env = self.training_env
+            finished = {"env__score": env.scores, "episodic_return": env.episodic_returns}
+            env.scores, env.episodic_returns = [], []
+        else:
+            finished = {"episodic_return": [episode["r"] for episode in self.model.ep_info_buffer]}
+            self.model.ep_info_buffer.clear()
+        return finished
 
     def _on_rollout_start(self):
         if self.num_timesteps:
-            values = {"env__score": self.env.scores, "episodic_return": self.env.episodic_returns}
-            means = {key: np.mean(value) for key, value in values.items() if value}
+            means = {key: np.mean(values) for key, values in self.finished().items() if values}
             self.stop = self.metrics.line(self.num_timesteps, **means)
-            self.env.scores, self.env.episodic_returns = [], []
 
     def _on_step(self) -> bool:
         return not self.stop
+
+
+def atari(num_steps: int, batch_size: int) -> dict[str, Any]:
+    """rl-zoo's for recurrent PPO on Atari games, but for the sizes."""
+    config = {"n_steps": num_steps, "batch_size": batch_size, "n_epochs": 4, "gamma": 0.99, "gae_lambda": 0.95}
+    config |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5}
+    return config | {"learning_rate": lambda left: left * 2.5e-4, "clip_range": lambda left: left * 0.1}
 
 
 def main():
@@ -105,25 +126,16 @@ def main():
     parser.add_argument("--num-steps", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=4096)
     args = parser.parse_args()
-    config = {
-        "n_steps": args.num_steps,
-        "batch_size": args.batch_size,
-        "n_epochs": 4,
-        "learning_rate": 2.5e-4,
-        "clip_range": 0.1,
-        "ent_coef": 0.01,
-        "vf_coef": 0.5,
-        "gamma": 0.99,
-        "gae_lambda": 0.95,
-        "max_grad_norm": 0.5,
-    }
-    linear = {key: (lambda left, first=config[key]: left * first) for key in ("learning_rate", "clip_range")}
+    if ":" in args.env_id:
+        config, env = GYMNASIUM, make_vec_env(args.env_id, 64, args.seed)
+    else:
+        config, env = atari(args.num_steps, args.batch_size), NativeVecEnv(args.env_id, args.num_envs, args.seed)
     network = {"lstm_hidden_size": 128, "enable_critic_lstm": False, "net_arch": []}
-    env = NativeVecEnv(args.env_id, args.num_envs, args.seed)
     policy = network | {"features_extractor_class": Encoder}
-    model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs=policy, seed=args.seed, device="cpu", **(config | linear))
-    metrics = Metrics(args, "sb3-contrib", config | network | {"n_envs": args.num_envs, "linear": list(linear)}, NOTE)
-    model.learn(args.total_timesteps, callback=Lines(metrics, env))
+    model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs=policy, seed=args.seed, device="cpu", **config)
+    linear = {"learning_rate": "2.5e-4, linear", "clip_range": "0.1, linear"} if config is not GYMNASIUM else {}
+    metrics = Metrics(args, "sb3-contrib", config | network | {"n_envs": env.num_envs} | linear, NOTE)
+    model.learn(args.total_timesteps, callback=Lines(metrics))
     metrics.finish()
 
 

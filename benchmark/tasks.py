@@ -1,0 +1,41 @@
+"""Tasks that need a memory, as Gymnasium ids for every program of the memory report: --env-id tasks:RepeatPreviousEasy-v0
+
+    PYTHONPATH=benchmark python ppo_lstm_puffer.py --config benchmark/configs/popgym.yaml --env-id tasks:CountRecallEasy-v0
+
+POPGym's (Morad et al. 2023) are wrapped as in its paper, by its own wrappers: the last action, and a flag for an episode's
+first step, stand in the observation. MiniGrid's memory environments show the 7 x 7 cells in front of the agent, one-hot by
+its own wrapper, without the mission's text, which is always the same. Each observation is one flat float32 vector.
+"""
+
+import gymnasium as gym
+import minigrid.wrappers
+import numpy as np
+import popgym.wrappers
+
+
+class Flat(gym.ObservationWrapper):
+    """The observation as one float32 vector, numbers of discrete spaces one-hot."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.space, shape = env.observation_space, gym.spaces.flatten_space(env.observation_space).shape
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+
+    def observation(self, observation) -> np.ndarray:
+        return gym.spaces.flatten(self.space, observation).astype(np.float32)
+
+
+def make_popgym(task: type, **kwargs) -> gym.Env:
+    return Flat(popgym.wrappers.Antialias(popgym.wrappers.PreviousAction(task())))
+
+
+def make_minigrid(task: str, **kwargs) -> gym.Env:
+    env = gym.make(task, disable_env_checker=True)
+    return Flat(minigrid.wrappers.ImgObsWrapper(minigrid.wrappers.OneHotPartialObsWrapper(env)))
+
+
+bare = {"disable_env_checker": True, "order_enforce": False}  # they cost time at every step
+for task, facts in popgym.envs.ALL.items():
+    gym.register(facts["id"].removeprefix("popgym-"), make_popgym, kwargs={"task": task}, **bare)
+for size in 7, 9, 11, 13:
+    gym.register(f"MemoryS{size}-v0", make_minigrid, kwargs={"task": f"MiniGrid-MemoryS{size}-v0"}, **bare)
