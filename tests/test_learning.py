@@ -8,7 +8,7 @@ import ppo_lstm_puffer as ppo
 
 TRAIN = [
     "--no-compile", "--hidden-size", "32", "--precision", "float32", "--log-interval", "20", "--momentum", "0.95",
-    "--gae-lambda", "0.9", "--clip-coef", "0.2",
+    "--gae-lambda", "0.9", "--clip-coef", "0.2", "--anneal-power", "1",
 ]  # fmt: skip
 CARTPOLE = [
     *TRAIN, "--env-id", "cartpole", "--num-envs", "128", "--num-steps", "16", "--minibatch-size", "1024", "--update-epochs", "2",
@@ -25,7 +25,7 @@ CUE_RECALL = [
 FAR_REWARD = [
     *TRAIN, "--env-id", "environments:FarReward-v0", "--env.shown", "128", "--num-envs", "64", "--num-steps", "64",
     "--minibatch-size", "1024", "--update-epochs", "2", "--total-timesteps", "200000", "--gamma", "0.999", "--gae-lambda", "0.95",
-    "--optimizer", "muon", "--learning-rate", "0.02", "--adam-learning-rate", "0.001", "--anneal-power", "1", "--vf-clip-coef", "0.2",
+    "--optimizer", "muon", "--learning-rate", "0.02", "--adam-learning-rate", "0.001", "--vf-clip-coef", "0.2",
     "--vf-coef", "2", "--ent-coef", "0.001", "--max-grad-norm", "1.5", "--prio-alpha", "0", "--prio-beta0", "0.2", "--log-interval", "4",
 ]  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_breakout_learns_to_keep_the_ball_in_either_precision(tmp_path, precisio
     # A random policy scores below 1.
     result = run_script(
         "--env-id", "breakout", "--num-envs", "256", "--minibatch-size", "2048", "--total-timesteps", "500000", "--precision", precision,
-        "--hidden-size", "64", "--no-compile", "--learning-rate", "0.015", cwd=tmp_path, small=False,
+        "--hidden-size", "64", "--no-compile", "--learning-rate", "0.015", "--anneal-power", "1", cwd=tmp_path, small=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert final(newest_run(tmp_path), "env/score") >= 5
