@@ -276,9 +276,6 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
     head = ["environment", "untrained", "ours", "PuffeRL", "ours - PuffeRL"]
     head += ["seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
     scores = {name: normalized_scores(both, name) for name in ("ours", "pufferl")}
-    means = [
-        [label(name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))] for name, some in scores.items()
-    ]
     left = ", ".join(env_id for env_id in environments if env_id not in both)
     return f"""Final scores: median (least to most, number of runs); ours - PuffeRL: 95 % bootstrap interval of the \
 difference of the means. A final
@@ -294,7 +291,7 @@ The interquartile mean of the final scores over all environments and runs, with 
 (Agarwal et al. 2021).
 0 is the score of the untrained, 1 the best final score of any run here.
 
-{table(["", "interquartile mean", "95 % interval", "runs per environment"], means)}"""
+{iqm_table(scores)}"""
 
 
 def first_score(runs: list[dict]) -> float:
@@ -305,6 +302,14 @@ def first_score(runs: list[dict]) -> float:
 def iqm(*environments: np.ndarray, axis: int = -1) -> np.ndarray:
     """Interquartile mean of all runs of all environments: without the highest and the lowest quarter."""
     return scipy.stats.trim_mean(np.concatenate(environments, axis), 0.25, axis)
+
+
+def iqm_table(scores: dict[str, np.ndarray]) -> str:
+    """A row for each program, of its normalized scores (runs, environments)."""
+    rows = [
+        [label(name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))] for name, some in scores.items()
+    ]
+    return table(["", "interquartile mean", "95 % interval", "runs per environment"], rows)
 
 
 def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndarray:
@@ -349,14 +354,10 @@ def tasks_section(cells: list[dict], published: dict) -> str:
                 words[index] = f"**{words[index]}**"
         rows.append([task_name(env_id), number(scale[env_id][0]), *words, spread(steps)])
     head = ["task", "untrained", *map(label, columns), "million steps of ours"]
-    means = []
-    for index, name in enumerate(programs):
-        each = {env_id: (row[index], *scale[env_id]) for env_id, row in scores.items()}
-        fewest = min(len(runs) for runs, *_ in each.values())
-        if fewest:
-            normal = [[(score - low) / (high - low) for score in runs[:fewest]] for runs, low, high in each.values()]
-            means.append([label(name), number(iqm(*np.array(normal))), interval(iqm, *normal), str(fewest)])
-    means_head = ["", "interquartile mean", "95 % interval", "runs per task"]
+    normal, (low, high) = {}, np.array([*scale.values()]).T
+    for name, each in zip(programs, zip(*scores.values())):
+        if fewest := min(map(len, each)):
+            normal[name] = (np.array([runs[:fewest] for runs in each]).T - low) / (high - low)
     return f"""The highest mean of three logged scores, of the returns of all episodes while training (POPGym's measure). \
 Bold: the best of
 the programs, or within 1 % of the way to it.
@@ -366,7 +367,7 @@ The interquartile mean over all tasks and runs, with a stratified bootstrap inte
 score of the untrained, 1 the highest
 in the row, what others published included.
 
-{table(means_head, means)}"""
+{iqm_table(normal)}"""
 
 
 def task_name(env_id: str) -> str:
@@ -500,8 +501,24 @@ def plot_speed(cells: list[dict], path: pathlib.Path):
     save(figure, path)
 
 
+def plot_curves(axis, runs: list[dict], x_of: Callable) -> float:
+    """Of each program the median over seeds, and the range between the worst and the best, as far as all of them go.
+    Returns the lowest score."""
+    lowest = np.inf
+    for index, (name, some) in enumerate(group_by(runs, "name").items()):
+        curves = [(x_of(cell), smooth(cell["curve"]["score"])) for cell in some]
+        curves = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
+        x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 300)
+        y = np.array([np.interp(x, *curve) for curve in curves])
+        lowest = min(lowest, y.min())
+        hue, what = color(name, index), f"{label(name)}, runs: {len(some)}"
+        axis.plot(x, np.median(y, axis=0), color=hue, label=what)
+        axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=hue, alpha=0.2, linewidth=0)
+    return lowest
+
+
 def plot_learning(cells: list[dict], path: pathlib.Path):
-    """Median over seeds, and the range between the worst and the best, as far as all of them go."""
+    """A row for each environment: scores against steps, and against seconds."""
     environments = group_by(cells, "env_id")
     rows = len(environments)
     figure, axes = plt.subplots(rows, 2, figsize=(11, 3.8 * rows), squeeze=False, sharey="row")
@@ -512,15 +529,7 @@ def plot_learning(cells: list[dict], path: pathlib.Path):
     for row, (env_id, runs) in zip(axes, environments.items()):
         lowest = 0.0
         for axis, (x_label, x_of) in zip(row, x_axes.items()):
-            for index, (name, some) in enumerate(group_by(runs, "name").items()):
-                curves = [(x_of(cell), smooth(cell["curve"]["score"])) for cell in some]
-                curves = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
-                x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 300)
-                y = np.array([np.interp(x, *curve) for curve in curves])
-                lowest = min(lowest, y.min())
-                hue, what = color(name, index), f"{label(name)}, runs: {len(some)}"
-                axis.plot(x, np.median(y, axis=0), color=hue, label=what)
-                axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=hue, alpha=0.2, linewidth=0)
+            lowest = min(lowest, plot_curves(axis, runs, x_of))
             for score in (380, 850) if env_id == "breakout" else ():
                 axis.axhline(score, color="gray", linestyle=":", linewidth=1)
             axis.set(xlabel=x_label, xlim=(0, None))
@@ -535,11 +544,11 @@ def plot_tasks(cells: list[dict], path: pathlib.Path, published: dict):
     figure, axis = plt.subplots(figsize=(2.4 + 1.25 * len(columns), 1 + 0.33 * len(scores)))
     means = np.array([[np.mean(some) if some else np.nan for some in row] for row in scores.values()])
     low, high = np.array([*scale.values()]).T[:, :, None]
-    axis.imshow((means - low) / (high - low), cmap="cividis", vmin=0, vmax=1, aspect="auto")
-    for (row, column), value in np.ndenumerate(means):
-        if np.isfinite(value):
-            dark = (value - low[row, 0]) / (high[row, 0] - low[row, 0]) < 0.6
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color="white" if dark else "black")
+    shade = (means - low) / (high - low)
+    axis.imshow(shade, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    for row, column in np.argwhere(np.isfinite(means)):
+        hue = "white" if shade[row, column] < 0.6 else "black"
+        axis.text(column, row, f"{means[row, column]:.2f}", ha="center", va="center", color=hue)
     words = [label(name).replace(" (", "\n(") for name in columns]
     axis.set(xticks=range(len(columns)), xticklabels=words, yticks=range(len(scores)))
     axis.set_yticklabels([task_name(env_id) for env_id in scores])
@@ -549,18 +558,12 @@ def plot_tasks(cells: list[dict], path: pathlib.Path, published: dict):
 
 
 def plot_many(cells: list[dict], path: pathlib.Path):
-    """A small panel for each environment: median over seeds against seconds, and the range of all."""
+    """A small panel for each environment: scores against seconds."""
     environments = group_by(cells, "env_id")
     rows = -(-len(environments) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(14, 2.6 * rows), squeeze=False)
     for axis, (env_id, runs) in zip(axes.flat, environments.items()):
-        for index, (name, some) in enumerate(group_by(runs, "name").items()):
-            curves = [(from_start(cell), smooth(cell["curve"]["score"])) for cell in some]
-            curves = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
-            x = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
-            y = np.array([np.interp(x, *curve) for curve in curves])
-            axis.plot(x, np.median(y, axis=0), color=color(name, index), label=label(name))
-            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color(name, index), alpha=0.2, linewidth=0)
+        plot_curves(axis, runs, from_start)
         axis.set_title(task_name(env_id), fontsize=10)
     for axis in axes.flat[len(environments) :]:
         axis.axis("off")
@@ -636,7 +639,7 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         section("Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"])
     if kinds["ranks"]:
         section("Ranks", ranks_section(kinds["ranks"]), "ranks", plot_speed, kinds["ranks"])
-    if (folder / "published.yaml").exists():  # many tasks, and what others published of them
+    if learning and (folder / "published.yaml").exists():  # many tasks, and what others published of them
         published = yaml.safe_load((folder / "published.yaml").read_text())
         plot = functools.partial(plot_tasks, published=published["scores"])
         section("Scores", tasks_section(learning, published["scores"]), "tasks", plot, learning)

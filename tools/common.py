@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import json
 import os
 import pathlib
 import sys
@@ -85,6 +86,15 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
         return dict(yaml.safe_load((folder / "config.yaml").read_bytes()))
     except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError
         raise UsageError(f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def read_rows(folder: pathlib.Path) -> list[dict]:
+    """The rows of metrics.jsonl; a last line that is only half written is left out."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
+            rows.append(json.loads(line))
+    return rows
 
 
 # What is known of a training script is here and in the loop of play.py. -----------------------------------------------

@@ -8,7 +8,7 @@ Seconds and steps per second are left out. A CPU of the same kind, the same vers
 bits; another machine need not, nor does a GPU. What came after a --resume is not compared: it has other random numbers.
 """
 
-import json
+import itertools
 import os
 import pathlib
 import shlex
@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 
 import tyro
-from common import ROOT, UsageError, find_run, main, read_config
+from common import ROOT, UsageError, find_run, main, read_config, read_rows
 
 
 @dataclass
@@ -36,14 +36,9 @@ class Options:
 
 def rows_of(folder: pathlib.Path) -> list[dict]:
     """What a run has logged, up to its end or its first --resume."""
-    rows = []
-    for path in folder.glob("metrics.jsonl"):
-        for line in path.read_text().splitlines(keepends=True):
-            row = json.loads(line) if line.endswith("\n") else {}  # the last line is being written
-            if "exit_reason" in row or "step" not in row or (rows and row["startup"] != rows[0]["startup"]):
-                break
-            rows.append(row)
-    return rows
+    rows = read_rows(folder)
+    same = lambda row: "exit_reason" not in row and row["startup"] == rows[0]["startup"]  # noqa: E731
+    return [*itertools.takewhile(same, rows)]
 
 
 def difference(before: dict, now: dict) -> str:
@@ -68,20 +63,19 @@ def repeat(options: Options, flags: list[str]) -> int:
         words += ["--output-dir", temporary, "--no-track"]
         words += ["--time-limit", "1e9"] if config.get("time_limit") is not None else []  # it ends with the rows
         process = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=sys.stderr)
-        compared, different = 0, ""
         try:
-            while compared < len(before) and not different:
+            while True:
                 ended = process.poll() is not None  # before its rows are read: there will be no more
                 now = [row for run in pathlib.Path(temporary).glob("*") for row in rows_of(run)]
-                while compared < min(len(before), len(now)) and not different:
-                    different = difference(before[compared], now[compared])
-                    compared += not different
-                if ended:
+                differences = [difference(*pair) for pair in zip(before, now)]
+                if ended or any(differences) or len(differences) == len(before):
                     break
                 time.sleep(0.2)
         finally:
             process.terminate()
             process.wait()
+    different = next(filter(None, differences), "")
+    compared = differences.index(different) if different else len(differences)
     print(f"{folder}: {compared} of {len(before)} rows are the same to the bit", end="")
     print(f", to step {before[compared - 1]['step']}" * bool(compared) + f"; different {different}" * bool(different))
     return 0 if compared == len(before) else 1

@@ -8,7 +8,6 @@ It reads config.yaml and metrics.jsonl, and leaves on Ctrl-C or when the run end
 
 import contextlib
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import tyro
-from common import UsageError, find_run, main, read_config
+from common import UsageError, find_run, main, read_config, read_rows
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -36,15 +35,6 @@ class Options:
     """print it once, as where stdout is no terminal"""
     output_dir: str = "runs"
     """where latest looks"""
-
-
-def read_rows(folder: pathlib.Path) -> list[dict]:
-    """The rows of metrics.jsonl; a last line that is only half written is left out."""
-    rows = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
-            rows.append(json.loads(line))
-    return rows
 
 
 def plot(values: list[float], width: int, height: int) -> Text:

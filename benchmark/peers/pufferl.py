@@ -9,7 +9,7 @@ a second, against 11-16 Serial and eager and 30 with Multiprocessing and eager. 
 its time; with 2.2.1 it hardly learns. Its seeding is commented out, so torch and numpy are seeded here.
 
 A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network with an LSTM of 128,
-and SIZES instead of minibatches of 8192, of which a Python environment would give it few.
+and SIZES below instead of minibatches of 8192, of which a Python environment would give it few.
 """
 
 import functools
@@ -23,7 +23,9 @@ import torch
 from peer import Metrics, arguments
 
 NOTE = "Serial with torch.compile, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
-SIZES = {"num_envs": 64, "minibatch_size": 1024, "update_epochs": 2}  # of benchmark/configs/popgym.yaml
+# For a Gymnasium id the sizes of benchmark/configs/popgym.yaml.
+NUM_ENVS, SIZES = 64, {"minibatch_size": 1024, "update_epochs": 2}
+EMULATED = f"Serial with torch.compile; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 
 
 def make_gymnasium(env_id: str, buf=None, seed=0) -> pufferlib.emulation.GymnasiumPufferEnv:
@@ -45,7 +47,7 @@ def main():
     emulated = ":" in args.env_id
     name = "default" if emulated else f"puffer_{args.env_id}"
     config = pufferl.load_config(name)
-    config["vec"] = {"backend": args.backend, "num_envs": SIZES["num_envs"] if emulated else 2, "seed": args.seed}
+    config["vec"] = {"backend": args.backend, "num_envs": NUM_ENVS if emulated else 2, "seed": args.seed}
     config["train"].update(
         device=args.device,
         compile=bool(args.compile),
@@ -56,7 +58,7 @@ def main():
         env=name,
     )
     if emulated:
-        config["train"] |= {key: SIZES[key] for key in ("minibatch_size", "update_epochs")} | {"use_rnn": True}
+        config["train"] |= SIZES | {"use_rnn": True}
         vecenv = pufferlib.vector.make(functools.partial(make_gymnasium, args.env_id), **config["vec"])
         policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=128)
         policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, input_size=128, hidden_size=128)
@@ -66,7 +68,7 @@ def main():
     trainer = pufferl.PuffeRL(config["train"], vecenv, policy)
     trainer.print_dashboard = lambda *args, **kwargs: None
     parts = {f"{part}.{key}": value for part in ("vec", "env", "policy", "rnn") for key, value in config[part].items()}
-    metrics = Metrics(args, "heavyball", parts | config["train"], NOTE)
+    metrics = Metrics(args, "heavyball", parts | config["train"], EMULATED if emulated else NOTE)
     stop = False
     while not stop:
         stats = trainer.evaluate()
