@@ -93,7 +93,7 @@ class Args:
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal_power: Amount = 2.0  # learning rates fall to 0 as (1 - progress)^this; 1: linearly, 0: not at all
+    anneal_power: Amount = 3.0  # learning rates fall to 0 as (1 - progress)^this; 1: linearly, 0: not at all
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
     gamma: Fraction = 0.98  # discount factor
     gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
