@@ -505,11 +505,11 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
     num_chunks = -(-args.minibatch_size // WORLD_SIZE // args.max_minibatch_size)
 
+    set_up_cpu(args, int(np.prod(envs.single_observation_space.shape)))  # first: weights differ in bits by threads
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
     parameters = list(agent.parameters())
     optimizers = make_optimizers(agent, args)
     load_state(agent, optimizers, args, resumed)
-    set_up_cpu(args, sum(parameter.numel() for parameter in parameters))
     if args.compile:
         compile_hot_functions()
 
@@ -689,14 +689,15 @@ def seed_everything(seed: int) -> int:
     return seed
 
 
-def set_up_cpu(args: Args, num_parameters: int):
+def set_up_cpu(args: Args, num_inputs: int):
     """One thread for each half GFLOP of an update (three products of 2 FLOP per parameter and step), for each two in
     bfloat16: threads with less to do wait for each other. At most one for each core that this process may use."""
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
     with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
         quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
-    work = 6 * num_parameters * min(args.minibatch_size, args.max_minibatch_size)
+    steps = min(args.minibatch_size, args.max_minibatch_size)
+    work = 6 * steps * args.hidden_size * (num_inputs + 8 * args.hidden_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(cores, round(work / (2e9 if args.precision == "bfloat16" else 0.5e9)))))
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.

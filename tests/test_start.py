@@ -12,7 +12,7 @@ from conftest import newest_run, run_script
 
 import ppo_lstm_puffer as ppo
 
-DEFAULT_NETWORK = 148_000  # parameters
+BREAKOUT = 118  # numbers in an observation
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,34 @@ def chosen_threads(monkeypatch, steps: int, quota: str, precision: str = "float3
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path: quota)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    ppo.set_up_cpu(ppo.Args(minibatch_size=steps, precision=precision), DEFAULT_NETWORK)
+    ppo.set_up_cpu(ppo.Args(minibatch_size=steps, precision=precision), BREAKOUT)
     return chosen[0]
 
 
 def test_omp_num_threads_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: pytest.fail("told otherwise"))
-    ppo.set_up_cpu(ppo.Args(), DEFAULT_NETWORK)
+    ppo.set_up_cpu(ppo.Args(), BREAKOUT)
+
+
+def test_first_weights_do_not_depend_on_the_cores(tmp_path, monkeypatch):
+    weights = []
+    for folder in tmp_path / "one", tmp_path / "all":
+        monkeypatch.setenv("OMP_NUM_THREADS", "1") if folder.name == "one" else monkeypatch.delenv("OMP_NUM_THREADS")
+        folder.mkdir()
+        flags = [
+            "--total-timesteps",
+            "256",
+            "--hidden-size",
+            "256",
+            "--learning-rate",
+            "0",
+            "--adam-learning-rate",
+            "0",
+        ]
+        assert "threads: 1, " in run_script(*flags, cwd=folder, fork=False).stderr
+        weights.append(torch.load(max(newest_run(folder).glob("model_*.pt"))))
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
 @pytest.mark.parametrize(("quota", "threads"), [("max 100000", 16), ("300000 100000", 3), ("50000 100000", 1)])
