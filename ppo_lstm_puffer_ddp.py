@@ -507,7 +507,6 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
 
     set_up_cpu(args, int(np.prod(envs.single_observation_space.shape)))  # first: weights differ in bits by threads
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
-    parameters = list(agent.parameters())
     optimizers = make_optimizers(agent, args)
     load_state(agent, optimizers, args, resumed)
     if args.compile:
@@ -525,10 +524,10 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
     beta, statistics = torch.zeros((), device=device), torch.zeros(len(LOSSES), device=device)
     # What one sum over ranks does for: gradients, losses, and in summaries a row of each rank.
-    sizes = [*(parameter.numel() for parameter in parameters), len(LOSSES) - 1, 3 * WORLD_SIZE]
+    sizes = [*(parameter.numel() for parameter in agent.parameters()), len(LOSSES) - 1, 3 * WORLD_SIZE]
     *gradients, loss_sums, summaries = (flat := torch.zeros(sum(sizes), device=device)).split(sizes)
     summaries, norm = summaries.view(WORLD_SIZE, 3), 0.0
-    for parameter, gradient in zip(parameters, gradients):
+    for parameter, gradient in zip(agent.parameters(), gradients):
         parameter.grad = gradient.view_as(parameter)
         dist.broadcast(parameter.data, src=0)
 
@@ -579,7 +578,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
             dist.all_reduce(torch.zeros(1))  # by gloo: here a lost rank is an error, with nccl a device that hangs
         dist.all_reduce(flat)
         run.lap("reduce")
-        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         return drawn, torch.cat((loss_sums, grad_norm[None]))
@@ -627,7 +626,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
             agreed = torch.tensor((norm, -norm, run.signum > 0, run.stopping), dtype=torch.float64)
             dist.all_reduce(agreed, dist.ReduceOp.MAX)  # what one rank is told, all do after the same iteration
             run.signum, stopped = run.signum or (signal.SIGTERM if agreed[2] else 0), agreed[3] > 0
-            norm = nn.utils.get_total_norm(parameters)[None]
+            norm = nn.utils.get_total_norm(agent.parameters())[None]
             *losses, norm = torch.cat(
                 (statistics / num_minibatches, norm)
             ).tolist()  # the one read: waits for the device

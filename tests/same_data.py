@@ -90,6 +90,7 @@ def count_chunks(*args, loss=script.minibatch_loss, **kwargs):
 
 
 def clip_grad_norm_(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_):
+    parameters = [*parameters]
     if "DRIFT" in os.environ and seen["updates"] == 0 and RANK == WORLD_SIZE - 1:
         with torch.no_grad():
             parameters[0].mul_(1.01)

@@ -45,7 +45,7 @@ def test_shared_definitions_are_the_same_text(variant):
 # 1,000 lines and 52,000 characters of reference: whoever makes it shorter lowers these.
 BUDGET = {
     "ppo_lstm_puffer.py": (1162, 68_050, 0),
-    "ppo_lstm_puffer_ddp.py": (1301, 76_950, 300),
+    "ppo_lstm_puffer_ddp.py": (1300, 76_950, 300),
     "ppo_lstm_puffer_xla.py": (1153, 68_220, 300),
     "protein_sweep.py": (870, 52_500, 0),
 }
