@@ -64,6 +64,7 @@ from numpy.lib.recfunctions import structured_to_unstructured
 from pufferlib.ocean import environment as ocean
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.progress import BarColumn, Console, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 Count, Natural = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
 Amount, Fraction = Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0, le=1)]
@@ -212,8 +213,7 @@ class Agent(nn.Module):
     def evaluate_actions(self, logits: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability (...) of the joint action (..., actions), and the policy's entropy (...)."""
         if self.continuous:
-            std = self.policy.decoder_logstd.exp().expand_as(logits)
-            normal = torch.distributions.Normal(logits, std, validate_args=False)
+            normal = torch.distributions.Normal(logits, self.policy.decoder_logstd.exp(), validate_args=False)
             return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
         logprob, entropy = 0.0, 0.0
         for part, action in zip(logits.split(self.nvec, -1), actions.unbind(-1)):
@@ -410,7 +410,7 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
     return *agent.sample(logits, noise), values, h, c
 
 
-def newton_schulz(updates: torch.Tensor, dtype: torch.dtype, steps: int = 5) -> torch.Tensor:
+def newton_schulz(updates: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sets the singular values of matrices (batch, rows, columns) to about 1: Muon's quintic iteration (Jordan et al.
     2024), x <- (a + b G + c G^2) x with G = x x'. In float32 the factors are multiplied up on the small G, and x comes
     last: half the work. bfloat16 has not the digits for that. Returns the same shape, of this dtype."""
@@ -421,12 +421,12 @@ def newton_schulz(updates: torch.Tensor, dtype: torch.dtype, steps: int = 5) -> 
     if dtype == torch.float32 and x.device.type == "cpu":  # on CUDA it may be TF32, which has not the digits either
         gram = x @ x.mT
         product = identity = torch.eye(gram.shape[1], device=x.device).expand_as(gram)
-        for _ in range(steps):
+        for _ in range(5):
             factor = torch.baddbmm(a * identity + b * gram, gram, gram, alpha=c)
             product, gram = factor @ product, factor @ gram @ factor
         x = product @ x
     else:
-        for _ in range(steps):
+        for _ in range(5):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -483,7 +483,6 @@ def train(args: Args, resumed: dict | None = None) -> int:
     if step >= args.total_timesteps:
         raise UsageError(f"--resume: complete, at {step} steps; give a larger --total-timesteps")
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
-    num_chunks = -(-args.minibatch_size // args.max_minibatch_size)
 
     set_up_cpu(args, int(np.prod(envs.single_observation_space.shape)))  # first: weights differ in bits by threads
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
@@ -530,26 +529,24 @@ def train(args: Args, resumed: dict | None = None) -> int:
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         """Draws a minibatch and takes an optimizer step. Returns the advantages of all segments, and LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        segments, *drawn, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
-        batch, results = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T]), []
+        *drawn, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        batch, sums = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T]), 0
         agent.zero_grad()
-        for chunk in zip(*(tensor.chunk(num_chunks, dim=-1) for tensor in (segments, *drawn))):
-            loss, *result = minibatch_loss(agent, *batch, *chunk, args=args)
+        for segments, *chunk in zip(*(tensor.split(args.max_minibatch_size // T, dim=-1) for tensor in drawn)):
+            loss, logratio, newvalues, losses = minibatch_loss(agent, *batch, segments, *chunk, args=args)
             loss.backward()
-            results.append(result)
-        logratios, newvalues, losses = zip(*results)
-        ratio[:, segments], values[:T, segments] = torch.cat(logratios, 1).exp(), torch.cat(newvalues, 1)
+            ratio[:, segments], values[:T, segments] = logratio.exp(), newvalues
+            sums += losses
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return advantages, torch.cat((sum(losses), grad_norm[None]))
+        return advantages, torch.cat((sums, grad_norm[None]))
 
     # A function without arguments for each step and group of agents, so that each can be a CUDA graph of its own.
     record = Recorded if args.cuda_graphs else lambda function: function
     update, act_of = record(update), functools.cache(lambda *which: record(functools.partial(act_at, *which)))
 
-    run = Run(args, agent, optimizers, envs, resumed)
-    with contextlib.closing(envs), run:
+    with contextlib.closing(envs), Run(args, agent, optimizers, envs, resumed) as run:
         envs.reset()
         groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
         while iteration < num_iterations and not run.stopping:
@@ -588,8 +585,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
                 if minibatch == 0:  # those of the policy that acted; a CUDA graph writes there again
                     rollout_advantages, rollout_returns = advantages.clone(), advantages + rollout_values
                 statistics += losses
-            losses = (statistics / num_minibatches).tolist()  # the one read: waits for the device
-            losses = dict(zip(LOSSES, losses, strict=True))
+            losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # the one read: waits for the device
             iteration, step = iteration + 1, step + batch_size
             run.lap("update")
 
@@ -627,15 +623,13 @@ def blame(flag: str):
     """Whatever goes wrong inside is the fault of this flag: a UsageError that says so."""
     try:
         yield
-    except UsageError:
-        raise
     except Exception as error:
         text = " ".join(str(error).split())[:400]
         raise UsageError(f"{flag}: {type(error).__name__}: {text!r}") from error
 
 
 def warn(message: str):
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def seed_everything(seed: int) -> int:
@@ -761,9 +755,9 @@ class Envs:
         acted = ~self.ended[agents]  # False at the first observation of all, and after an end that `send` reset
         self.returns[agents] += rewards * acted
         self.lengths[agents] += acted
-        for agent in np.flatnonzero(ended & acted) + agents.start:
-            self.episodes.append((int(agent), float(self.returns[agent]), int(self.lengths[agent])))
-            self.returns[agent], self.lengths[agent] = 0, 0
+        over = np.flatnonzero(ended & acted) + agents.start
+        self.episodes += zip(over.tolist(), self.returns[over].tolist(), self.lengths[over].tolist())
+        self.returns[over], self.lengths[over] = 0, 0
         # An emulated environment shows the last observation, and the next `send` resets. C environments reset in the
         # same step: this observation is the next episode's first, and a truncation has none to bootstrap from.
         dones = self.ended[agents] | (terminals if self.emulated else ended)
@@ -774,8 +768,7 @@ class Envs:
                 if np.isscalar(value) and not isinstance(value, str):
                     self.logs[key].append((float(value), info.get("n", 1)))
         if self.structure is not None:
-            observations = observations.reshape(len(ids), -1).view(self.structure).reshape(len(ids))
-            observations = structured_to_unstructured(observations)
+            observations = structured_to_unstructured(observations.reshape(len(ids), -1).view(self.structure)[:, 0])
         observations = observations.astype(self.single_observation_space.dtype, copy=False)
         return agents, observations, rewards, dones.astype(np.float32), valid.astype(np.float32)
 
@@ -785,7 +778,7 @@ class Envs:
         if isinstance(space, gym.spaces.Box):
             actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(space.dtype)
         else:
-            actions = (actions if space.shape else actions[:, 0] + getattr(space, "start", 0)).astype(np.int32)
+            actions = (actions if space.shape else actions[:, 0] + space.start).astype(np.int32)
         if self.processes:
             self.vecenv.flag, self.vecenv.w_slice = pufferlib.vector.SEND, self.received.pop(0)
         self.vecenv.send(actions)
@@ -844,19 +837,19 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
 
     PufferLib gives environments of different workers the same seeds, and its workers outlive a killed parent.
     """
-    seed = base_seed + seed
+    own = base_seed + seed
     if os.getpid() != parent:  # a worker
         for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group; the parent decides
             signal.signal(signum, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
         if os.getppid() != parent:
             os._exit(1)
-        random.seed(seed), np.random.seed(seed % 2**32)
-    ctypes.CDLL(None).srand(seed)  # the C environments' rand()
-    env = make(buf=buf, seed=seed - base_seed, **kwargs)
+        random.seed(own), np.random.seed(own % 2**32)
+    ctypes.CDLL(None).srand(own)  # the C environments' rand()
+    env = make(buf=buf, seed=seed, **kwargs)
     if not isinstance(env, pufferlib.PufferEnv):
         reset = env.reset
-        env.reset = lambda seed=None, own=seed: reset(seed=None if seed is None else own)
+        env.reset = lambda seed=None: reset(seed=None if seed is None else own)
     return env
 
 
@@ -898,8 +891,8 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
     """The newest whole checkpoint of a run: its folder, a file in it, or "latest" of output_dir. Raises UsageError."""
     folder = pathlib.Path(path).parent if path.endswith(".pt") else pathlib.Path(path)
     if path == "latest":
-        newest = sorted(pathlib.Path(output_dir).glob("*/trainer_*.pt"), key=lambda file: file.stat().st_mtime)
-        folder = newest[-1].parent if newest else pathlib.Path(output_dir)
+        newest = max(pathlib.Path(output_dir).glob("*/trainer_*.pt"), key=os.path.getmtime, default=None)
+        folder = newest.parent if newest else pathlib.Path(output_dir)
     for file in reversed(checkpoints(folder, "trainer")):
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -955,11 +948,11 @@ class Run(contextlib.AbstractContextManager):
         schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)  # --profile: of iterations 6 to 8
         trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
         self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=trace) if args.profile else None
-        print(f"on: {machine(args)}\nrun: {self.folder}", file=sys.stderr, flush=True)
-        if args.compile:
-            print("compiling: half a minute at the first start, later some seconds", file=sys.stderr, flush=True)
-        columns = TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn()
-        self.live = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        compiling = "\ncompiling: half a minute at the first start, later some seconds" * args.compile
+        print(f"on: {machine(args)}\nrun: {self.folder}{compiling}", file=sys.stderr)
+        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+        columns = text, BarColumn(20), TimeRemainingColumn()
+        self.live = Progress(*columns, expand=True, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
     @property
     def seconds(self) -> float:
@@ -990,9 +983,8 @@ class Run(contextlib.AbstractContextManager):
 
     def lap(self, phase: str):
         """The seconds since the last lap were this phase's."""
-        now = time.perf_counter()
-        self.phases[phase] += now - self.last_lap
-        self.last_lap = now
+        before, self.last_lap = self.last_lap, time.perf_counter()
+        self.phases[phase] += self.last_lap - before
 
     def updated(self, iteration: int, step: int):
         """After each update. At the first one all is compiled, and from then on there is something to save."""

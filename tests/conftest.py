@@ -1,8 +1,10 @@
 """What the tests share: running the script as a user would, in a process of its own, and reading what it left."""
 
+import io
 import json
 import os
 import pathlib
+import pty
 import shlex
 import subprocess
 import sys
@@ -76,6 +78,23 @@ def output_of(script, arguments: list[str], cwd, timeout: float = 300) -> str:
     result = run_script(*arguments, cwd=cwd, timeout=timeout, script=script, small=False)
     assert result.returncode == 0, f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
     return result.stdout + result.stderr
+
+
+def run_on_a_terminal(command: list[str], cwd, columns: int = 120) -> tuple[str, str]:
+    """Standard output, and what a terminal of so many columns got by standard error."""
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment() | {"TERM": "xterm", "COLUMNS": str(columns)}, stdout=subprocess.PIPE, stderr=end, text=True
+    )  # fmt: skip
+    os.close(end)
+    shown = io.BytesIO()
+    while True:
+        try:
+            shown.write(os.read(terminal, 65536))
+        except OSError:  # the other end is closed
+            break
+    os.close(terminal)
+    return process.communicate()[0], shown.getvalue().decode(errors="replace")
 
 
 def newest_run(cwd) -> pathlib.Path:

@@ -166,6 +166,13 @@ def torchrun(words: list[str]):
     assert args.num_envs % ranks == 0 and args.minibatch_size % (args.num_steps * ranks) == 0, "does not split"
 
 
+def sbatch(words: list[str]):
+    """Slurm's file is there, and the script reads what follows it."""
+    script = next(word for word in words if word.endswith(".sh"))
+    assert pathlib.Path(script).exists()
+    parse("ppo_lstm_puffer_ddp.py", words[words.index(script) + 1 :])
+
+
 def sweep(words: list[str]):
     """Parsed, and the study made. tests/test_sweep.py runs such."""
     args, *_, folder = protein_sweep.prepare(words[2:])
@@ -263,6 +270,7 @@ RULES = (
     (PYTHON + r"tools/play\.py .*--render", not_here),  # needs a display
     (PYTHON + r"(ppo_lstm_puffer|my_ppo)\.py( |$)", train),
     (r"torchrun |" + PYTHON + r"-m torch\.distributed\.run ", torchrun),
+    (r"sbatch ", sbatch),
     (PYTHON + r"-m pytest", not_here),  # this one
     (PYTHON + r"protein_sweep\.py( |$)", sweep),
     (PYTHON + r"tools/\w+\.py", tool),
@@ -315,6 +323,7 @@ def test_command_works(line, clone):
         "make trian",
         "patch -o my_ppo.py ppo_lstm_puffer.py recipes/none.patch",
         "frobnicate --all",
+        "sbatch benchmark/slurm.sh --num-env 512",
     ],
 )
 def test_wrong_command_is_found(line, clone):
@@ -326,7 +335,7 @@ def test_output_shown_is_what_a_run_prints(finished):
     (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
     on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
     assert re.fullmatch(r"on: cpu, threads: \d, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
-    assert f'print("{compiling}"' in (ROOT / "ppo_lstm_puffer.py").read_text()
+    assert compiling in (ROOT / "ppo_lstm_puffer.py").read_text()
     assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
     keys = [
         [word.partition("=")[0] for word in line.split()]

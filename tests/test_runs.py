@@ -13,7 +13,17 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import SCRIPT, end_of, environment, newest_run, read_metrics, run_script, start_script
+from conftest import (
+    SCRIPT,
+    command_of,
+    end_of,
+    environment,
+    newest_run,
+    read_metrics,
+    run_on_a_terminal,
+    run_script,
+    start_script,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_lstm_puffer as ppo
@@ -135,6 +145,11 @@ def test_metrics_lines_have_the_values_of_every_interval(finished):
     times = [row["time"] for row in rows]
     assert times == sorted(set(times))
     assert any("episodic_return" in row and "episodic_length" in row and "env/score" in row for row in rows)
+
+
+def test_a_narrow_terminal_cuts_the_numbers_and_not_the_bar(tmp_path):
+    _, shown = run_on_a_terminal(command_of(), tmp_path, columns=80)
+    assert "step=2048" in shown and "━" * 20 in shown  # complete
 
 
 def test_last_line_of_the_metrics_says_how_it_ended(finished):

@@ -106,17 +106,11 @@ def test_first_weights_do_not_depend_on_the_cores(tmp_path, monkeypatch):
     for folder in tmp_path / "one", tmp_path / "all":
         monkeypatch.setenv("OMP_NUM_THREADS", "1") if folder.name == "one" else monkeypatch.delenv("OMP_NUM_THREADS")
         folder.mkdir()
-        flags = [
-            "--total-timesteps",
-            "256",
-            "--hidden-size",
-            "256",
-            "--learning-rate",
-            "0",
-            "--adam-learning-rate",
-            "0",
-        ]
-        assert "threads: 1, " in run_script(*flags, cwd=folder, fork=False).stderr
+        result = run_script(
+            "--total-timesteps", "256", "--hidden-size", "256", "--learning-rate", "0", "--adam-learning-rate", "0",
+            cwd=folder, fork=False,
+        )  # fmt: skip
+        assert "threads: 1, " in result.stderr
         weights.append(torch.load(max(newest_run(folder).glob("model_*.pt"))))
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 

@@ -1,7 +1,6 @@
 """protein_sweep.py: the search space, the sampler, and sweeps from the outside over a script that can misbehave on demand."""
 
 import csv
-import io
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import optuna
 import psutil
 import pytest
 import yaml
-from conftest import ROOT, SCRIPT, SMALL, environment, run_script
+from conftest import ROOT, SCRIPT, SMALL, environment, run_on_a_terminal, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
@@ -780,20 +779,7 @@ def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes
 
 
 def test_a_terminal_shows_each_trial_the_best_and_the_front(toy):
-    import pty
-
-    terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        toy_command("--num-trials", 3, "--", "--total-timesteps", 80), cwd=toy, env=environment() | {"TERM": "xterm"},
-        stdout=subprocess.PIPE, stderr=end, text=True,
-    )  # fmt: skip
-    os.close(end)
-    shown = io.BytesIO()
-    while True:
-        try:
-            shown.write(os.read(terminal, 65536))
-        except OSError:  # the other end is closed
-            break
-    assert json.loads(process.communicate()[0])["complete"] == 3
+    out, shown = run_on_a_terminal(toy_command("--num-trials", 3, "--", "--total-timesteps", 80), toy)
+    assert json.loads(out)["complete"] == 3
     for word in ("trial 2: complete", "3 of 3 trials", "best env/score", "the front"):
-        assert word in shown.getvalue().decode(errors="replace")
+        assert word in shown

@@ -256,6 +256,12 @@ def test_watch_shows_the_end_of_a_finished_run(run, call):
     assert watch.number(row["losses/entropy"]) in out and watch.number(row["env/score"]) in out
 
 
+def test_watch_draws_a_picture(run, call, tmp_path):
+    assert call(watch, run, "--svg", tmp_path / "dashboard.svg")[0] == 0
+    shown = (tmp_path / "dashboard.svg").read_text()
+    assert "<svg" in shown and "entropy" in shown and "steps/s" in shown
+
+
 def test_watch_shows_a_run_that_is_on(tmp_path, call):
     rows = [ROW | {"step": 100, "env/score": 3.0}, ROW | {"ranks/slowest": 1, "ranks/slowest_share": 0.5}]
     run = screen(tmp_path / "half", rows, tail='{"step": 600, "iter')

@@ -2,11 +2,13 @@
 
     python tools/watch.py                    # the newest run in runs/
     python tools/watch.py runs/RUN --once    # print it once and leave
+    python tools/watch.py runs/RUN --svg dashboard.svg
 
 It reads config.yaml and metrics.jsonl, and leaves on Ctrl-C or when the run ends. CPU, memory and GPU are this machine's.
 """
 
 import contextlib
+import io
 import itertools
 import pathlib
 import sys
@@ -33,6 +35,8 @@ class Options:
     """a run's folder, or latest"""
     once: bool = False
     """print it once, as where stdout is no terminal"""
+    svg: str | None = None
+    """write it to this file, as a picture"""
     output_dir: str = "runs"
     """where latest looks"""
 
@@ -119,6 +123,11 @@ def watch(options: Options, flags: list[str]) -> int:
     folder = find_run(options.run, options.output_dir, "config.yaml")
     folder = folder if folder.is_dir() else folder.parent
     config, console = read_config(folder), Console()
+    if options.svg:
+        console = Console(record=True, width=112, file=io.StringIO())
+        console.print(dashboard(config, read_rows(folder), folder, console.width))
+        console.save_svg(options.svg, title=f"tools/watch.py {folder.name}")
+        return 0
     if not console.is_terminal:
         console = Console(width=100)
     if options.once or not console.is_terminal:
