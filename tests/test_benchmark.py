@@ -290,7 +290,7 @@ def test_every_environment_is_compared_with_pufferl():
 def test_tasks_are_compared_with_what_others_published(tmp_path):
     def cells(env_id: str, **scores: float) -> list[dict]:
         curves = {
-            name: {"time": [1, 2, 3, 4], "step": [1, 2, 3, 4], "score": [0, score, score, score]}
+            name: {"time": [1, 2, 3, 4], "step": [9_000, 50_000, 90_000, 100_000], "score": [0, 0, score, score]}
             for name, score in scores.items()
         }
         return [hand_made(**curve) | {"env_id": env_id, "name": name} for name, curve in curves.items()]
@@ -298,11 +298,17 @@ def test_tasks_are_compared_with_what_others_published(tmp_path):
     runs = cells("tasks:Recall-v0", ours=0.5, sb3=0.1) + cells("tasks:Maze-v0", ours=0.1, sb3=0.4)
     text = report.tasks_section(runs, {"tasks:Recall-v0": {"GRU": 1.0}})
     assert "| task | untrained | ours | RecurrentPPO (SB3-contrib) | GRU | million steps of ours |" in text
-    assert "| Recall | 0 | **0.5** | 0.1 | 1 | 4e-06 |" in text and "| Maze | 0 | 0.1 | **0.4** | - | 4e-06 |" in text
+    assert "| Recall | 0 | **0.5** | 0.1 | 1 | 0.1 |" in text and "| Maze | 0 | 0.1 | **0.4** | - | 0.1 |" in text
     assert "| ours | 0.375 | - | 1 |" in text and "| RecurrentPPO (SB3-contrib) | 0.55 | - | 1 |" in text
     report.plot_tasks(runs, tmp_path / "tasks.png", {"tasks:Recall-v0": {"GRU": 1.0}})
     report.plot_many(runs, tmp_path / "learning.png")
     assert {path.name for path in tmp_path.iterdir()} == {"tasks.png", "learning.png"}
+
+
+def test_the_best_score_is_over_equal_steps_however_often_a_program_logs():
+    lucky = {"step": [10_000, 20_000, 30_000, 40_000, 50_000, 60_000], "score": [9, 0, None, 0, 1, 3]}
+    assert report.best_score({"curve": lucky}) == 2.5  # of the steps to 50,000; the last four have a mean of 1
+    assert report.best_score({"curve": {"step": [30_000, 70_000, 110_000], "score": [9, 1, 2]}}) == 5
 
 
 def test_interquartile_mean_and_its_interval():
