@@ -19,7 +19,6 @@ import inspect
 import io
 import json
 import os
-import pathlib
 import random
 import resource
 import shlex
@@ -30,6 +29,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
@@ -90,12 +90,12 @@ class Args:
     num_workers: Natural = 0  # processes that step the environments; 0: this one; an even number is double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
-    total_timesteps: Count = 16_000_000  # steps over all agents; the learning rate is annealed over them
+    total_timesteps: Count = 12_000_000  # steps over all agents; the learning rate is annealed over them
     learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal_power: Amount = 3.0  # learning rates fall to 0 as (1 - progress)^this; 1: linearly, 0: not at all
+    anneal: Literal["exponential", "linear", "constant"] = "exponential"  # learning rates fall: to 1/64, to 0, or not
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
     gamma: Fraction = 0.98  # discount factor
     gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
@@ -610,7 +610,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
             progress = iteration / num_iterations
-            factor = (1 - progress) ** args.anneal_power
+            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
             for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
             beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
@@ -688,7 +688,7 @@ def set_up_cpu(args: Args, num_inputs: int):
     bfloat16: threads with less to do wait for each other. At most one for each core that this process may use."""
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
     with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
-        quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     steps = min(args.minibatch_size, args.max_minibatch_size)
     work = 6 * steps * args.hidden_size * (num_inputs + 8 * args.hidden_size)
@@ -915,7 +915,7 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 # PLUMBING: a run's folder: checkpoints, logging -----------------------------------------------------------------------
 
 
-def write_atomically(path: pathlib.Path, content):
+def write_atomically(path: Path, content):
     """A text, or what torch.save takes. Whoever reads sees the old file or the new one, whole."""
     temporary, data = path.with_name(path.name + ".tmp"), io.BytesIO()
     data.write(content.encode()) if isinstance(content, str) else torch.save(content, data)
@@ -926,17 +926,17 @@ def write_atomically(path: pathlib.Path, content):
         temporary.unlink(missing_ok=True)  # a full disk: do not keep what did not fit
 
 
-def checkpoints(folder: pathlib.Path, kind: str) -> list[pathlib.Path]:
+def checkpoints(folder: Path, kind: str) -> list[Path]:
     """By iteration, the newest last."""
     return sorted(folder.glob(f"{kind}_[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
 
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The newest whole checkpoint of a run: its folder, a file in it, or "latest" of output_dir. Raises UsageError."""
-    folder = pathlib.Path(path).parent if path.endswith(".pt") else pathlib.Path(path)
+    folder = Path(path).parent if path.endswith(".pt") else Path(path)
     if path == "latest":
-        newest = max(pathlib.Path(output_dir).glob("*/trainer_*.pt"), key=os.path.getmtime, default=None)
-        folder = newest.parent if newest else pathlib.Path(output_dir)
+        newest = max(Path(output_dir).glob("*/trainer_*.pt"), key=os.path.getmtime, default=None)
+        folder = newest.parent if newest else Path(output_dir)
     for file in reversed(checkpoints(folder, "trainer")):
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -971,13 +971,13 @@ class Run(contextlib.AbstractContextManager):
         self.phases, self.shown, self.failed = defaultdict(float), {}, set()
         self.started, self.signum, self.exit_reason = False, 0, "completed"
         self.env_name = args.env_id.replace("/", "-").replace(":", "-")
-        self.folder = pathlib.Path(resumed["folder"]) if resumed else job_folder(args)
+        self.folder = Path(resumed["folder"]) if resumed else job_folder(args)
         if RANK > 0:
             return
         with blame(f"--output-dir {args.output_dir}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False))
-            write_atomically(self.folder / pathlib.Path(__file__).name, pathlib.Path(__file__).read_text())
+            write_atomically(self.folder / Path(__file__).name, Path(__file__).read_text())
             self.jsonl = (self.folder / "metrics.jsonl").open("a")
             # Back to where the checkpoint was written: the lines after it would come twice.
             self.jsonl.truncate(resumed["metrics_size"] if resumed else 0)
@@ -1175,7 +1175,7 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
         raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")
     if given.config:
         with blame(f"--config {given.config}"):
-            config = yaml.safe_load(pathlib.Path(given.config).read_text())
+            config = yaml.safe_load(Path(given.config).read_text())
             default = checked({key.replace("-", "_"): value for key, value in config.items()})
     elif given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)
@@ -1232,23 +1232,23 @@ def meet() -> tuple[dist.Store, bool]:
         time.sleep(0.02)
 
 
-def job_folder(args: Args) -> pathlib.Path:
+def job_folder(args: Args) -> Path:
     """Named by torchrun's run id; without one by when torchrun started, which is the same after a restart."""
     job = os.getenv("TORCHELASTIC_RUN_ID", str(int(time.time())))
     if job == "none" and os.getenv("GROUP_WORLD_SIZE") != "1":
         raise UsageError("torchrun on several hosts needs --rdzv-id: it names the run's folder")
     job = f"{int(psutil.Process(os.getppid()).create_time())}-{os.getppid()}" if job == "none" else job
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}"
-    return pathlib.Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
+    return Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
 
 
-def last_of_job(folder: pathlib.Path, restarted: bool) -> dict | None:
+def last_of_job(folder: Path, restarted: bool) -> dict | None:
     """The checkpoint that this job goes on from. Raises UsageError if it has some and none can be read, and SystemExit
     if torchrun starts again what has ended for another reason than a lost rank. (psutil would say a second early.)"""
     with contextlib.suppress(OSError, LookupError, ValueError):
         metrics = folder / "metrics.jsonl"
         reason = json.loads(metrics.read_text().splitlines()[-1])["exit_reason"].partition(":")[0]
-        ticks = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
         torchrun = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
         if restarted and metrics.stat().st_mtime > torchrun:  # an end that is not among these is that of a lost rank
             raise SystemExit({"completed": 0, "time_limit": 0, "sigint": 130, "sigterm": 143, "diverged": 1}[reason])
@@ -1279,7 +1279,7 @@ def main() -> int:
         with other_ranks():
             args, resumed = parse_args(sys.argv[1:])
             store, restarted = meet()
-            folder = pathlib.Path(resumed["folder"]) if resumed else job_folder(args)
+            folder = Path(resumed["folder"]) if resumed else job_folder(args)
             return train(args, last_of_job(folder, restarted), store)
     except (UsageError, FloatingPointError, ConnectionError) as error:
         if not isinstance(error, UsageError) or (LOCAL_RANK == 0 and (RESTARTS == 0 or "--resume" in str(error))):

@@ -20,7 +20,6 @@ import inspect
 import io
 import json
 import os
-import pathlib
 import random
 import resource
 import signal
@@ -30,6 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
@@ -89,12 +89,12 @@ class Args:
     num_workers: Natural = 0  # processes that step the environments; 0: this one; an even number is double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
-    total_timesteps: Count = 16_000_000  # steps over all agents; the learning rate is annealed over them
+    total_timesteps: Count = 12_000_000  # steps over all agents; the learning rate is annealed over them
     learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal_power: Amount = 3.0  # learning rates fall to 0 as (1 - progress)^this; 1: linearly, 0: not at all
+    anneal: Literal["exponential", "linear", "constant"] = "exponential"  # learning rates fall: to 1/64, to 0, or not
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
     gamma: Fraction = 0.98  # discount factor
     gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
@@ -579,7 +579,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
             progress = iteration / num_iterations
-            factor = (1 - progress) ** args.anneal_power
+            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
             for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
             beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
@@ -652,7 +652,7 @@ def set_up_cpu(args: Args, num_inputs: int):
     bfloat16: threads with less to do wait for each other. At most one for each core that this process may use."""
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
     with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
-        quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     steps = min(args.minibatch_size, args.max_minibatch_size)
     work = 6 * steps * args.hidden_size * (num_inputs + 8 * args.hidden_size)
@@ -870,7 +870,7 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 # PLUMBING: a run's folder: checkpoints, logging -----------------------------------------------------------------------
 
 
-def write_atomically(path: pathlib.Path, content):
+def write_atomically(path: Path, content):
     """A text, or what torch.save takes. Whoever reads sees the old file or the new one, whole."""
     temporary, data = path.with_name(path.name + ".tmp"), io.BytesIO()
     data.write(content.encode()) if isinstance(content, str) else xm.save(content, data)
@@ -881,17 +881,17 @@ def write_atomically(path: pathlib.Path, content):
         temporary.unlink(missing_ok=True)  # a full disk: do not keep what did not fit
 
 
-def checkpoints(folder: pathlib.Path, kind: str) -> list[pathlib.Path]:
+def checkpoints(folder: Path, kind: str) -> list[Path]:
     """By iteration, the newest last."""
     return sorted(folder.glob(f"{kind}_[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
 
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The newest whole checkpoint of a run: its folder, a file in it, or "latest" of output_dir. Raises UsageError."""
-    folder = pathlib.Path(path).parent if path.endswith(".pt") else pathlib.Path(path)
+    folder = Path(path).parent if path.endswith(".pt") else Path(path)
     if path == "latest":
-        newest = max(pathlib.Path(output_dir).glob("*/trainer_*.pt"), key=os.path.getmtime, default=None)
-        folder = newest.parent if newest else pathlib.Path(output_dir)
+        newest = max(Path(output_dir).glob("*/trainer_*.pt"), key=os.path.getmtime, default=None)
+        folder = newest.parent if newest else Path(output_dir)
     for file in reversed(checkpoints(folder, "trainer")):
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -927,11 +927,11 @@ class Run(contextlib.AbstractContextManager):
         self.started, self.signum, self.exit_reason = False, 0, "completed"
         self.env_name = args.env_id.replace("/", "-").replace(":", "-")
         name = f"{self.env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = pathlib.Path(resumed["folder"]) if resumed else pathlib.Path(args.output_dir, name)
+        self.folder = Path(resumed["folder"]) if resumed else Path(args.output_dir, name)
         with blame(f"--output-dir {args.output_dir}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False))
-            write_atomically(self.folder / pathlib.Path(__file__).name, pathlib.Path(__file__).read_text())
+            write_atomically(self.folder / Path(__file__).name, Path(__file__).read_text())
             self.jsonl = (self.folder / "metrics.jsonl").open("a")
             # Back to where the checkpoint was written: the lines after it would come twice.
             self.jsonl.truncate(resumed["metrics_size"] if resumed else 0)
@@ -1115,7 +1115,7 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
         raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")
     if given.config:
         with blame(f"--config {given.config}"):
-            config = yaml.safe_load(pathlib.Path(given.config).read_text())
+            config = yaml.safe_load(Path(given.config).read_text())
             default = checked({key.replace("-", "_"): value for key, value in config.items()})
     elif given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)

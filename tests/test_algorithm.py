@@ -748,9 +748,9 @@ def test_muon_trains_the_matrices_and_adam_the_rest():
     assert not matrices & rest
 
 
-def test_learning_rate_anneals_from_its_value_to_zero(whole_batch_run):
+def test_learning_rate_falls_exponentially_to_a_64th(whole_batch_run):
     rates = [row["learning_rate"] for row in read_metrics(whole_batch_run)]
-    assert rates == pytest.approx([0.01 * (1 - i / 8) ** 3 for i in range(8)])
+    assert rates == pytest.approx([0.01 * 64 ** (-i / 8) for i in range(8)])
 
 
 # The loss -----------------------------------------------------------------------------------------------------------------

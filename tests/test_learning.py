@@ -8,7 +8,7 @@ import ppo_lstm_puffer as ppo
 
 TRAIN = [
     "--no-compile", "--hidden-size", "32", "--precision", "float32", "--log-interval", "20", "--momentum", "0.95",
-    "--gae-lambda", "0.9", "--clip-coef", "0.2", "--anneal-power", "1",
+    "--gae-lambda", "0.9", "--clip-coef", "0.2", "--anneal", "linear",
 ]  # fmt: skip
 CARTPOLE = [
     *TRAIN, "--env-id", "cartpole", "--num-envs", "128", "--num-steps", "16", "--minibatch-size", "1024", "--update-epochs", "2",
@@ -75,7 +75,7 @@ def test_breakout_learns_to_keep_the_ball_in_either_precision(tmp_path, precisio
     # A random policy scores below 1.
     result = run_script(
         "--env-id", "breakout", "--num-envs", "256", "--minibatch-size", "2048", "--total-timesteps", "500000", "--precision", precision,
-        "--hidden-size", "64", "--no-compile", "--learning-rate", "0.015", "--anneal-power", "1", cwd=tmp_path, small=False,
+        "--hidden-size", "64", "--no-compile", "--learning-rate", "0.015", "--anneal", "linear", cwd=tmp_path, small=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert final(newest_run(tmp_path), "env/score") >= 5

@@ -24,7 +24,7 @@ NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.patch"))
 FIRST_UPDATES = ["--minibatch-size", "256", "--update-epochs", "1", "--prio-alpha", "0"]
 LEARN = [
     "--optimizer", "adam", "--learning-rate", "0.005", "--momentum", "0.9", "--gamma", "0.95", "--vf-clip-coef", "10", "--vf-coef", "0.5",
-    "--update-epochs", "2", "--prio-alpha", "0", "--ent-coef", "0.005", "--gae-lambda", "0.9", "--max-grad-norm", "1.5", "--anneal-power", "1",
+    "--update-epochs", "2", "--prio-alpha", "0", "--ent-coef", "0.005", "--gae-lambda", "0.9", "--max-grad-norm", "1.5", "--anneal", "linear",
     "--log-interval", "4",
 ]  # fmt: skip
 
@@ -462,7 +462,7 @@ def test_stages_switch_where_they_should(fork, train, record):
     module = fork("stages")
     entropies = record(module, "ppo_loss", lambda result, *arguments: arguments[-1].ent_coef)
     stages = "{1024: {adam_learning_rate: 0, learning_rate: 0}, 500: {ent_coef: 0.5, learning_rate: 0.25}}"
-    flags = ["--learning-rate", 0.125, "--ent-coef", 0.25, "--anneal-power", 0, "--total-timesteps", 1280]
+    flags = ["--learning-rate", 0.125, "--ent-coef", 0.25, "--anneal", "constant", "--total-timesteps", 1280]
     rows = train(module, "--env-id", "cartpole", "--optimizer", "muon", *FIRST_UPDATES, *flags, "--stages", stages)
     assert entropies == [0.25] * 2 + [0.5] * 3
     assert [row["learning_rate"] for row in rows] == [0.125] * 2 + [0.25] * 2 + [0]

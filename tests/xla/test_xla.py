@@ -277,7 +277,7 @@ def test_runs_resume_in_each_other(tmp_path, first, second):
     updates = 2  # minibatches of an iteration
     for state, iterations in (before, 4), (after, 6):
         assert all(int(entry["step"]) == iterations * updates for entry in state["optimizers"][1].values())
-    assert rows[4]["learning_rate"] == pytest.approx(0.06 * (1 - 4 / 6) ** 3)
+    assert rows[4]["learning_rate"] == pytest.approx(0.06 * 64 ** (-4 / 6))
 
 
 def test_resumed_parameters_and_momenta_are_the_saved_ones(finished, device):
