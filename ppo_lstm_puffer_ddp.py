@@ -755,6 +755,7 @@ class Envs:
 
     def __init__(self, vecenv, seed: int):
         self.vecenv, self.seed, self.num_agents = vecenv, seed, vecenv.num_agents
+        vecenv.initialized = True  # no check of the first actions: it takes all to begin at 0
         self.processes, self.received = getattr(vecenv, "processes", []), []
         if self.processes:
             atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the workers
@@ -771,8 +772,8 @@ class Envs:
         self.num_actions = int(np.prod(self.single_action_space.shape))  # a Discrete space has shape (), and one action
         self.ended = np.ones(self.num_agents, bool)  # the episode is over: the next observation begins another
         self.returns, self.lengths = np.zeros(self.num_agents), np.zeros(self.num_agents, int)
-        self.episodes: list[tuple[int, float, int]] = []  # (agent, return, length) of episodes that finished
-        self.logs: dict[str, list] = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
+        self.episodes = []  # (agent, return, length) of each that finished
+        self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
 
     def check_workers(self, *_):
         for i, process in enumerate(self.processes):
@@ -822,7 +823,7 @@ class Envs:
         if isinstance(space, gym.spaces.Box):
             actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(space.dtype)
         else:
-            actions = (actions if space.shape else actions[:, 0] + space.start).astype(np.int32)
+            actions = (actions.reshape(-1, *space.shape) + space.start).astype(np.int32)
         if self.processes:
             self.vecenv.flag, self.vecenv.w_slice = pufferlib.vector.SEND, self.received.pop(0)
         self.vecenv.send(actions)
@@ -989,7 +990,7 @@ class Run(contextlib.AbstractContextManager):
 
                 wandb.init(name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True)
         threading.excepthook = lambda failed: warn(f"TensorBoard failed, training goes on: {failed.exc_value}")
-        self.writer = torch.utils.tensorboard.SummaryWriter(str(self.folder), purge_step=self.step + 1)
+        self.writer = torch.utils.tensorboard.SummaryWriter(self.folder, purge_step=self.step + 1)
         schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)  # --profile: of iterations 6 to 8
         trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
         self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=trace) if args.profile else None
@@ -1094,9 +1095,8 @@ class Run(contextlib.AbstractContextManager):
         if error is not None:
             name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(kind, kind.__name__)
             self.exit_reason = f"{name}: {error}"
-        memory = {"peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        memory["peak_vram_mb"] = torch.cuda.max_memory_allocated() / 2**20  # without a GPU 0
-        self.write({"exit_reason": self.exit_reason} | memory)
+        rss, vram = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, torch.cuda.max_memory_allocated()  # KiB, bytes
+        self.write({"exit_reason": self.exit_reason, "peak_rss_mb": rss / 1024, "peak_vram_mb": vram / 2**20})
         self.live.stop()
         with self.tolerate("TensorBoard"):
             self.writer.close()

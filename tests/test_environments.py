@@ -2,9 +2,13 @@
 
 import pathlib
 
+import environments
+import gymnasium as gym
+import numpy as np
 import pufferlib
 import pytest
 from conftest import SCRIPT, end_of, newest_run, output_of, read_metrics
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 import ppo_lstm_puffer as ppo
 
@@ -120,6 +124,30 @@ WORKERS = [
 @pytest.mark.parametrize("env_id, arguments, agents", WORKERS)
 def test_environment_trains_in_worker_processes(train, env_id, arguments, agents):
     train(env_id, arguments, agents)
+
+
+@pytest.mark.parametrize("space", [Discrete(3, start=-1), MultiDiscrete([3, 2], start=[-1, 5])], ids=["one", "several"])
+def test_actions_that_do_not_begin_at_zero_reach_the_environment(space, monkeypatch):
+    taken = []
+
+    class FromStart(environments.Episode):
+        observation_space, action_space, observe = (
+            Box(0, 1, (1,), np.float32),
+            space,
+            lambda self: np.zeros(1, np.float32),
+        )
+
+        def step(self, action):
+            taken.append(np.ravel(action).tolist())
+            return self.observe(), 0.0, False, False, {}
+
+    monkeypatch.setitem(gym.registry, "FromStart-v0", gym.envs.registration.EnvSpec("FromStart-v0", FromStart))
+    envs = ppo.make_envs(ppo.Args(env_id="FromStart-v0", num_envs=2), seed=1)
+    envs.reset(), envs.receive()
+    last = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", None))) - 1
+    envs.send(np.stack([0 * last, last]))
+    start = np.ravel(space.start)
+    assert taken == [start.tolist(), (start + last).tolist()]
 
 
 def test_optimizers_and_precisions_train_every_action_space(train):
