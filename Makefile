@@ -15,7 +15,7 @@ VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
 TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
 
-.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export repeat benchmark benchmark-quick benchmark-memory benchmark-peers report lint clean
+.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export repeat benchmark benchmark-quick benchmark-memory benchmark-gpu benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -61,8 +61,9 @@ define install_rest
 	@touch $(1)/.installed
 endef
 
-train: setup  ## train Breakout with the defaults
-	$(PY) ppo_lstm_puffer.py $(ARGS)
+# Without arguments, a GPU gets sizes of its own.
+train: setup  ## train Breakout with the defaults, or on a GPU with benchmark/configs/cuda.yaml
+	$(PY) ppo_lstm_puffer.py $(or $(ARGS),$(if $(shell command -v nvidia-smi),--config benchmark/configs/cuda.yaml))
 
 train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py $(ARGS)
@@ -104,6 +105,9 @@ benchmark-memory: setup benchmark-peers  ## measure benchmark/reports/memory fro
 	$(PY) benchmark/run.py benchmark/plans/memory.yaml --out benchmark/reports/memory --fresh --cores 0 --only diagnostic mazes $(ARGS) & \
 		$(PY) benchmark/run.py benchmark/plans/memory.yaml --out benchmark/reports/memory --fresh --cores 1 --only control games $(ARGS); code=$$?; \
 		wait $$! || code=$$?; $(PY) benchmark/report.py benchmark/reports/memory; exit $$code
+
+benchmark-gpu: setup  ## on a machine with a GPU: its tests, speed, Breakout, kernels (about nine minutes)
+	PY=$(PY) bash benchmark/gpu.sh $(ARGS)
 
 PEERS := pufferl sb3 sample_factory protein
 

@@ -116,7 +116,7 @@ class Args:
     hidden_size: Count = 128  # width of the encoder and of the LSTM
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is the faster
     compile: bool = True  # torch.compile the policy step and the update (needs a C++ compiler); eager always works
-    cuda_graphs: bool = False  # record what can be as CUDA graphs, and replay them (experimental)
+    cuda_graphs: bool = True  # on a GPU: record the policy step and the update as CUDA graphs, and replay them
     # Run
     time_limit: Amount | None = None  # stop after so many seconds of training, resumes included, compiling not
     log_interval: Count = 10  # iterations between two log lines
@@ -472,7 +472,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
     """Muon for matrices with Adam for the rest, or Adam for all. Learning rates are tensors, for CUDA graphs."""
     parameters, device = dict(agent.named_parameters()), agent.policy.value.weight.device
     lr, adam_lr = (torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate))
-    adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=args.cuda_graphs)
+    adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda")
     if args.optimizer == "adam":
         return [adam(parameters.values(), lr=lr, betas=(args.momentum, 0.999))]
     matrices = [name for name, parameter in parameters.items() if parameter.ndim == 2 and "logstd" not in name]
@@ -504,7 +504,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
         raise UsageError(f"--resume: complete, at {step} steps; give a larger --total-timesteps")
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
 
-    set_up_cpu(args, int(np.prod(envs.single_observation_space.shape)))  # first: weights differ in bits by threads
+    set_up_device(args, envs)  # before the first weights: they differ in bits by the number of threads
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
     optimizers = make_optimizers(agent, args)
     load_state(agent, optimizers, args, resumed)
@@ -532,8 +532,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
 
     def put(array: np.ndarray) -> torch.Tensor:
         """To the device, without waiting for a GPU."""
-        tensor = torch.as_tensor(array)
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return torch.as_tensor(array).to(device, non_blocking=True)
 
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
@@ -582,7 +581,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
         return drawn, torch.cat((loss_sums, grad_norm[None]))
 
     # A function without arguments for each step and group of agents, so that each can be a CUDA graph of its own.
-    record = Recorded if args.cuda_graphs else lambda function: function
+    record = Recorded if args.cuda_graphs and args.device != "cpu" else lambda function: function
     act_of, stopped = functools.cache(lambda *which: record(functools.partial(act_at, *which))), False
 
     run = (SilentRun if RANK else Run)(args, agent, optimizers, envs, resumed)
@@ -683,15 +682,20 @@ def seed_everything(seed: int) -> int:
     return seed
 
 
-def set_up_cpu(args: Args, num_inputs: int):
-    """One thread for each half GFLOP of an update (three products of 2 FLOP per parameter and step), for each two in
-    bfloat16: threads with less to do wait for each other. At most one for each core that this process may use."""
+def set_up_device(args: Args, envs: "Envs"):
+    """A GPU's stream, and memory that it copies from; or a CPU's threads: one for each half GFLOP of an update (three
+    products of 2 FLOP per parameter and step), for each two in bfloat16, since threads with less to do wait for each
+    other, and at most one for each core that this process may use."""
+    if args.device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
+        buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
+        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
     with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     steps = min(args.minibatch_size, args.max_minibatch_size)
-    work = 6 * steps * args.hidden_size * (num_inputs + 8 * args.hidden_size)
+    work = 6 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(cores, round(work / (2e9 if args.precision == "bfloat16" else 0.5e9)))))
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
@@ -733,6 +737,8 @@ def compile_hot_functions():
 class Recorded:
     """A function that works in place on the same tensors at every call: a CUDA graph from the fourth one on."""
 
+    pool = functools.cache(torch.cuda.graph_pool_handle)  # one for all graphs: they are replayed in turn
+
     def __init__(self, function):
         self.function, self.calls, self.graph, self.results = function, 0, torch.cuda.CUDAGraph(), None
 
@@ -741,7 +747,7 @@ class Recorded:
         if self.calls < 4:  # what it compiles and allocates once is no part of the graph
             return self.function()
         if self.calls == 4:
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, Recorded.pool(), torch.cuda.current_stream(), "thread_local"):
                 self.results = self.function()
         self.graph.replay()
         return self.results
@@ -1137,8 +1143,6 @@ def check_args(args: Args):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
-    if args.cuda_graphs and args.device != "cuda":
-        raise UsageError(f"--cuda-graphs: needs a GPU, and this runs with --device {args.device}")
     if args.precision == "auto":
         args.precision = "bfloat16" if fast_bfloat16(args.device) else "float32"
     elif args.precision == "bfloat16" and not fast_bfloat16(args.device):

@@ -490,7 +490,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
         raise UsageError(f"--resume: complete, at {step} steps; give a larger --total-timesteps")
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
 
-    set_up_cpu(args, int(np.prod(envs.single_observation_space.shape)))  # first: weights differ in bits by threads
+    set_up_device(args, envs)  # before the first weights: they differ in bits by the number of threads
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
     optimizers = make_optimizers(agent, args)
     load_state(agent, optimizers, args, resumed)
@@ -647,15 +647,20 @@ def seed_everything(seed: int) -> int:
     return seed
 
 
-def set_up_cpu(args: Args, num_inputs: int):
-    """One thread for each half GFLOP of an update (three products of 2 FLOP per parameter and step), for each two in
-    bfloat16: threads with less to do wait for each other. At most one for each core that this process may use."""
+def set_up_device(args: Args, envs: "Envs"):
+    """A GPU's stream, and memory that it copies from; or a CPU's threads: one for each half GFLOP of an update (three
+    products of 2 FLOP per parameter and step), for each two in bfloat16, since threads with less to do wait for each
+    other, and at most one for each core that this process may use."""
+    if args.device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
+        buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
+        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
     with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     steps = min(args.minibatch_size, args.max_minibatch_size)
-    work = 6 * steps * args.hidden_size * (num_inputs + 8 * args.hidden_size)
+    work = 6 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(cores, round(work / (2e9 if args.precision == "bfloat16" else 0.5e9)))))
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.

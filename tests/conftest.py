@@ -6,11 +6,13 @@ import os
 import pathlib
 import pty
 import shlex
+import signal
 import subprocess
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
 
+import pytest
 from forks import Fork
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -126,3 +128,34 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
+
+
+# In process, as arguments of Args: runs that take a second.
+SIZES = {"num_envs": 8, "num_steps": 8, "minibatch_size": 32, "hidden_size": 16, "compile": False, "num_workers": 0}
+
+
+@pytest.fixture
+def losses_of(monkeypatch, tmp_path):
+    """What twelve iterations of two updates each log as losses, with or without something in the place of Recorded."""
+    import ppo_lstm_puffer as ppo
+
+    def run(recorded=None, device="cpu:0", **arguments):  # by this name train() does not know a CPU, and records
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        sizes = SIZES | {"total_timesteps": 12 * 64, "log_interval": 1, "output_dir": str(folder)} | arguments
+        args = ppo.Args(**{"precision": "float32"} | sizes, device=device, cuda_graphs=recorded is not None)
+        if recorded:
+            monkeypatch.setattr(ppo, "Recorded", recorded)
+        for name in ppo.COMPILED:  # which compiling replaces
+            monkeypatch.setattr(ppo, name, getattr(ppo, name))
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            assert ppo.train(args) == 0
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+        return [
+            {name: value for name, value in row.items() if name.startswith(("losses", "episod"))}
+            for row in read_metrics(next(folder.iterdir()))
+        ]
+
+    return run

@@ -110,11 +110,6 @@ def test_what_tyro_refuses_is_framed_and_names_it(capfd, arguments, named):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_graphs_without_cuda(refused):
-    assert "--cuda-graphs" in refused("--cuda-graphs")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_without_cuda(refused):
     line = refused("--device", "cuda")
     assert "--device cuda" in line and "cpu" in line

@@ -3,6 +3,8 @@
 import argparse
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 
 import gymnasium as gym
@@ -18,6 +20,7 @@ sys.path.append(str(ROOT / "benchmark/peers"))
 
 import ablate
 import ceiling
+import kernels as kernel_table
 import peer
 import report
 import run
@@ -430,3 +433,51 @@ def test_without_reset_the_lstm_runs_on_across_the_ends_of_episodes_in_both_dire
     assert not any(map(torch.equal, gradients(ends), uninterrupted))
     without("reset")
     assert all(map(torch.equal, gradients(ends), uninterrupted))
+
+
+# The benchmark of a GPU, without one.
+
+
+def tiny(group: dict) -> dict:
+    """A group of a plan with its first program alone, at sizes that a test has time for, on the CPU."""
+    programs = dict([*group["programs"].items()][:1])
+    for program in programs.values():
+        after = program.get("args", [])[2:] if "--config" in program.get("args", []) else program.get("args", [])
+        program["args"] = [*after, *TINY.split(), "--device", "cpu", "--num-workers", "0"]
+    return group | {"programs": programs, "seeds": [1], "steps": STEPS, "duration": None}
+
+
+def test_the_benchmark_of_a_gpu_runs_through_on_a_cpu_at_tiny_sizes(tmp_path):
+    groups = yaml.safe_load((ROOT / "benchmark/plans/gpu.yaml").read_text())
+    named = {
+        program["args"][1]
+        for group in groups
+        for program in group["programs"].values()
+        if "--config" in program.get("args", [])
+    }
+    assert named == {"benchmark/configs/cuda.yaml"} and (ROOT / "benchmark/configs/cuda.yaml").exists()
+    groups = [tiny(group) for group in groups if group["kind"] != "ceiling"]
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(groups))
+    environment = os.environ | {"PY": sys.executable, "PLAN": str(tmp_path / "plan.yaml"), "OUT": str(tmp_path / "out")}
+    arguments = f"{TINY} --device cpu --total-timesteps 4096"
+    result = subprocess.run(
+        ["bash", ROOT / "benchmark/gpu.sh"], env=environment | {"ARGS": arguments}, capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    cells = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("*.json")]
+    assert len(cells) == sum(len(group["programs"]) for group in groups)
+    assert {cell["status"] for cell in cells} == {"ok"}
+    assert "no GPU here" in (tmp_path / "out/tests.txt").read_text()
+    assert "| nothing ran |" in (tmp_path / "out/kernels.md").read_text()
+    assert "Breakout" in (tmp_path / "out/report.md").read_text()
+
+
+def test_kernels_are_summed_by_name_and_idle_time_is_what_none_covers(tmp_path):
+    kernels = [("mm", 0, 10), ("mm", 5, 10), ("add", 30, 10)]  # name, begin, microseconds
+    events = [{"ph": "X", "cat": "kernel", "tid": 1, "name": name, "ts": ts, "dur": dur} for name, ts, dur in kernels]
+    events.append({"ph": "X", "cat": "cpu_op", "tid": 2, "name": "aten::mm", "ts": 0, "dur": 100})
+    (tmp_path / "x.pt.trace.json").write_text(json.dumps({"traceEvents": events}))
+    rows = kernel_table.table(tmp_path / "x.pt.trace.json", rows=9).splitlines()[2:]
+    assert rows == [
+        "| `mm` | 2 | 0.02 | 50.0% | 10.0 |", "| `add` | 1 | 0.01 | 25.0% | 10.0 |", "| nothing ran | | 0.01 | 37.5% | |"
+    ]  # fmt: skip

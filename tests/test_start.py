@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import unittest.mock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conftest import newest_run, run_script
 
 import ppo_lstm_puffer as ppo
 
-BREAKOUT = 118  # numbers in an observation
+BREAKOUT = SimpleNamespace(single_observation_space=SimpleNamespace(shape=(118,)))  # its environments
 
 
 @pytest.mark.parametrize(
@@ -91,14 +92,14 @@ def chosen_threads(monkeypatch, steps: int, quota: str, precision: str = "float3
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path: quota)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    ppo.set_up_cpu(ppo.Args(minibatch_size=steps, precision=precision), BREAKOUT)
+    ppo.set_up_device(ppo.Args(minibatch_size=steps, precision=precision, device="cpu"), BREAKOUT)
     return chosen[0]
 
 
 def test_omp_num_threads_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: pytest.fail("told otherwise"))
-    ppo.set_up_cpu(ppo.Args(), BREAKOUT)
+    ppo.set_up_device(ppo.Args(), BREAKOUT)
 
 
 def test_first_weights_do_not_depend_on_the_cores(tmp_path, monkeypatch):

@@ -1,0 +1,68 @@
+"""Which kernels a GPU spent its time on, and how long it had nothing to do, from the trace of a run with --profile.
+
+    python ppo_lstm_puffer.py --profile --time-limit 10
+    python benchmark/kernels.py runs/RUN
+
+Prints a table for a report: a row per kernel, the longest in all first, then how much of the time none ran. Of a run on
+a CPU, which has no kernels, the rows are operations: those that are called by no other.
+"""
+
+import argparse
+import json
+import pathlib
+from collections import defaultdict
+
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def outermost(events: list[dict]) -> list[dict]:
+    """Without those that lie inside another one of their thread."""
+    found, until = [], defaultdict(float)
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= until[event["tid"]]:
+            until[event["tid"]] = event["ts"] + event["dur"]
+            found.append(event)
+    return found
+
+
+def busy(events: list[dict]) -> float:
+    """The microseconds in which at least one of them was on."""
+    total, until = 0.0, 0.0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        end = event["ts"] + event["dur"]
+        total += max(0.0, end - max(event["ts"], until))
+        until = max(until, end)
+    return total
+
+
+def table(trace: pathlib.Path, rows: int) -> str:
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    kernels = [event for event in events if event.get("cat") in KERNELS]
+    kernels = kernels or outermost([event for event in events if event.get("cat") == "cpu_op"])
+    span = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
+    by_name = defaultdict(list)
+    for event in kernels:
+        by_name[event["name"][:80]].append(event["dur"])
+    lines = ["| kernel | calls | ms | share | us each |", "| --- | --- | --- | --- | --- |"]
+    for name, durations in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]:
+        total = sum(durations)
+        each = total / len(durations)
+        lines.append(f"| `{name}` | {len(durations)} | {total / 1e3:.2f} | {total / span:.1%} | {each:.1f} |")
+    return "\n".join(
+        [*lines, f"| nothing ran | | {(span - busy(kernels)) / 1e3:.2f} | {1 - busy(kernels) / span:.1%} | |"]
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=pathlib.Path, help="a run's folder")
+    parser.add_argument("--rows", type=int, default=25)
+    args = parser.parse_args()
+    traces = sorted(args.run.glob("*.pt.trace.json"))
+    if not traces:
+        parser.error(f"{args.run} has no *.pt.trace.json; run it with --profile, for eight iterations at least")
+    print(table(traces[-1], args.rows))
+
+
+if __name__ == "__main__":
+    main()
