@@ -138,17 +138,19 @@ def parse(script: str, words: list[str]):
 
 
 def train(words: list[str]):
-    """As written, but for one iteration on the CPU, with few environments where the command does not say how many."""
+    """As written, but for one iteration on the CPU, with few environments where the command does not say how many, and with
+    minibatches no larger than that gives."""
     script, *arguments = words[1:]
     if "--help" in arguments:
         assert "--total-timesteps" in output_of(script, arguments, ".")
         return
-    if pathlib.Path(script).name in SCRIPTS:
-        parse(script, arguments)
+    args = parse(script, arguments) if pathlib.Path(script).name in SCRIPTS else ppo.Args()
     if "--resume" in arguments:
         brief = ["--total-timesteps", "4096"]  # more than the finished run has
     else:
-        brief = ["--total-timesteps", "1", "--no-compile"] + ["--num-envs", "64"] * ("--num-envs" not in arguments)
+        brief = ["--total-timesteps", "1", "--no-compile"]
+        if "--num-envs" not in arguments:
+            brief += ["--num-envs", "64", "--minibatch-size", str(min(args.minibatch_size, 64 * args.num_steps))]
     output_of(script, [*arguments, *brief, "--device", "cpu"], ".")
 
 
@@ -229,7 +231,9 @@ def make(words: list[str]):
     ours = [
         command
         for command in recipe
-        if re.match(r"\S*/python ((benchmark|tools)/)?\w+\.py|\S*/python -m (torch|pytest)", " ".join(command))
+        if re.search(
+            r"^\S*/python (((benchmark|tools)/)?\w+\.py|-m (torch|pytest))|\bbash benchmark/", " ".join(command)
+        )
     ]
     assert ours, f"no program in the recipe of {words}:\n{result.stdout}"
     for command in ours:
@@ -271,6 +275,7 @@ RULES = (
     (PYTHON + r"(ppo_lstm_puffer|my_ppo)\.py( |$)", train),
     (r"torchrun |" + PYTHON + r"-m torch\.distributed\.run ", torchrun),
     (r"sbatch ", sbatch),
+    (r"bash benchmark/gpu\.sh", not_here),  # tests/test_benchmark.py runs it
     (PYTHON + r"-m pytest", not_here),  # this one
     (PYTHON + r"protein_sweep\.py( |$)", sweep),
     (PYTHON + r"tools/\w+\.py", tool),

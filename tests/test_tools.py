@@ -215,6 +215,14 @@ def test_ctrl_c_ends_with_what_was_played(run, call, monkeypatch, request):
     assert code == 130 and 0 < json.loads(out)["episodes"] < 100000
 
 
+def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
+    words = [WEIGHTS, "--env-id", "breakout", "--hidden-size", 128, "--episodes", 16, "--seed", 3]
+    whole = played(*words)["episodic_length"]
+    cut = played(*words, "--max-steps", 100)
+    assert whole["min"] > 100 and cut["episodic_length"]["min"] == cut["episodic_length"]["max"] == 101
+    assert cut["episodes"] == 16 and cut["episodic_return"]["mean"] > 0
+
+
 def test_gif_of_breakout_and_of_a_gymnasium_environment(played, tmp_path):
     from PIL import Image
 

@@ -30,6 +30,8 @@ from PIL import Image, ImageDraw, ImageFont
 class Options(Source):
     episodes: int = 100
     """how many to play; each agent's first ones"""
+    max_steps: int = 27_000
+    """a longer episode is cut and counts as it stands: an agent may keep the ball for ever (the limit is Atari's)"""
     deterministic: bool = False
     """take the most likely action instead of sampling"""
     render: bool = False
@@ -42,7 +44,8 @@ class Options(Source):
 def play(trained: Trained, options: Options, finished: list, film: "Film | None" = None, repeat: int = 1):
     """Appends (return, length) of --episodes episodes to `finished`. The agent acts at every `repeat`-th step.
 
-    They are each agent's first ones: taking whatever ends first would favour short episodes.
+    They are each agent's first ones: taking whatever ends first would favour short episodes. An agent whose episode takes more than
+    --max-steps plays no other.
     """
     script, args, envs, agent = trained.script, trained.args, trained.envs, trained.agent
     n, device = envs.num_agents, torch.device(args.device)
@@ -58,6 +61,9 @@ def play(trained: Trained, options: Options, finished: list, film: "Film | None"
                 counts[number] += 1
                 finished.append((episodic_return, length / repeat))
         envs.episodes.clear()
+        too_long = (envs.lengths / repeat > options.max_steps) & (counts < quota)
+        finished += zip(envs.returns[too_long].tolist(), (envs.lengths[too_long] / repeat).tolist())
+        counts[too_long] = quota[too_long]
         # Some C environments log episodes without ever flagging an end.
         logged = sum(count for count, _ in envs.logs.get("n", ()))
         if (counts >= quota).all() or (not finished and logged >= options.episodes) or (film and film.full):
@@ -81,6 +87,8 @@ def statistics(data: np.ndarray) -> dict[str, float]:
 def run(options: Options, flags: list[str]) -> int:
     if options.episodes < 1:
         raise UsageError(f"--episodes {options.episodes}: must be at least 1")
+    if options.max_steps < 1:
+        raise UsageError(f"--max-steps {options.max_steps}: must be at least 1")
     if options.render and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         raise UsageError("--render: no display here; use xvfb-run, or leave --render out")
     if "OMP_NUM_THREADS" not in os.environ:
