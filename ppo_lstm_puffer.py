@@ -86,22 +86,22 @@ class Args:
     num_workers: Natural = 0  # processes that step the environments; 0: this one; an even number is double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
-    total_timesteps: Count = 12_000_000  # steps over all agents; the learning rate is annealed over them
+    total_timesteps: Count = 15_000_000  # steps over all agents; the learning rate is annealed over them
     learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
     anneal: Literal["exponential", "linear", "constant"] = "exponential"  # learning rates fall: to 1/64, to 0, or not
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
-    gamma: Fraction = 0.98  # discount factor
-    gae_lambda: Fraction = 0.95  # lambda of the advantage estimate
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
     minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
     update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
-    vf_coef: Amount = 7.0  # weight of the value loss
+    vf_coef: Amount = 4.0  # weight of the value loss
     ent_coef: Amount = 0.00002  # weight of the entropy bonus
     max_grad_norm: Amount = 1.5  # clip the gradient's global norm to this
     vtrace_rho_clip: Amount = 1.0  # V-trace's clip of the ratio in the temporal difference
