@@ -232,7 +232,7 @@ def make(words: list[str]):
         command
         for command in recipe
         if re.search(
-            r"^\S*/python (((benchmark|tools)/)?\w+\.py|-m (torch|pytest))|\bbash benchmark/", " ".join(command)
+            r"^\S*/python (((benchmark|tools)/)?\w+\.py|-m (torch|pytest))|\bbash benchmark/gpu\.sh", " ".join(command)
         )
     ]
     assert ours, f"no program in the recipe of {words}:\n{result.stdout}"

@@ -140,14 +140,15 @@ def test_each_agent_plays_its_first_episodes(monkeypatch):
     """Three agents whose episodes last 1, 2 and 4 steps: whatever ended first would be nearly all the first agent's."""
 
     class Envs:
-        num_agents, logs, lengths = 3, {}, (1, 2, 4)
+        num_agents, logs, all_lengths = 3, {}, (1, 2, 4)
+        returns = lengths = np.zeros(3)  # of the episodes so far: none is near --max-steps
 
         def reset(self):
             self.t, self.episodes = 0, []
 
         def receive(self):
-            ended = [i for i, length in enumerate(self.lengths) if self.t and self.t % length == 0]
-            self.episodes += [(i, float(self.lengths[i]), self.lengths[i]) for i in ended]
+            ended = [i for i, length in enumerate(self.all_lengths) if self.t and self.t % length == 0]
+            self.episodes += [(i, float(self.all_lengths[i]), self.all_lengths[i]) for i in ended]
             self.t += 1
             return slice(0, 3), np.zeros((3, 2), np.float32), np.zeros(3), np.zeros(3, np.float32), np.ones(3)
 
