@@ -48,9 +48,8 @@ def table(trace: pathlib.Path, rows: int) -> str:
         total = sum(durations)
         each = total / len(durations)
         lines.append(f"| `{name}` | {len(durations)} | {total / 1e3:.2f} | {total / span:.1%} | {each:.1f} |")
-    return "\n".join(
-        [*lines, f"| nothing ran | | {(span - busy(kernels)) / 1e3:.2f} | {1 - busy(kernels) / span:.1%} | |"]
-    )
+    idle = span - busy(kernels)
+    return "\n".join([*lines, f"| nothing ran | | {idle / 1e3:.2f} | {idle / span:.1%} | |"])
 
 
 def main():
