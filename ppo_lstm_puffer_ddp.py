@@ -87,7 +87,7 @@ class Args:
     env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: Count = 512  # environments stepped in parallel (an environment may hold several agents)
-    num_workers: Natural = 0  # processes that step the environments; 0: this one; an even number is double-buffered
+    num_workers: Natural | None = None  # that step environments; None: 0, on a GPU many; even: double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them
@@ -682,6 +682,15 @@ def seed_everything(seed: int) -> int:
     return seed
 
 
+def count_cores() -> int:
+    """How many this process may use."""
+    cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
+    with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, -(-quota // period))
+    return cores
+
+
 def set_up_device(args: Args, envs: "Envs"):
     """A GPU's stream, and memory that it copies from; or a CPU's threads: one for each half GFLOP of an update (three
     products of 2 FLOP per parameter and step), for each two in bfloat16, since threads with less to do wait for each
@@ -690,14 +699,11 @@ def set_up_device(args: Args, envs: "Envs"):
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
         buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
         torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
-    cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
-    with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        cores = min(cores, -(-quota // period))
     steps = min(args.minibatch_size, args.max_minibatch_size)
     work = 6 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(cores, round(work / (2e9 if args.precision == "bfloat16" else 0.5e9)))))
+        enough = round(work / (2e9 if args.precision == "bfloat16" else 0.5e9))
+        torch.set_num_threads(max(1, min(count_cores(), enough)))
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
@@ -907,6 +913,9 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
 def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     """Vectorized environments as the arguments say. Raises UsageError."""
     make, kwargs, copies = environment_class(args.env_id), dict(args.env), num_envs or args.num_envs
+    if args.num_workers is None:  # on a GPU all cores but two, or fewer: even, and a divisor
+        most = count_cores() // int(os.getenv("LOCAL_WORLD_SIZE", 1)) - 2 if args.device == "cuda" else 0
+        args.num_workers = next((n for n in range(most // 2 * 2, 0, -2) if copies % n == 0), 0)
     if args.num_workers and copies % args.num_workers:
         raise UsageError(f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}")
     if native := "num_envs" in inspect.signature(make).parameters:  # one object steps many environments

@@ -172,6 +172,21 @@ def test_even_workers_are_double_buffered(num_workers, groups):
     assert not any(process.is_alive() for process in envs.processes)
 
 
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "copies", "workers"),
+    [("cuda", 16, 1, 4096, 8), ("cuda", 16, 1, 4200, 14), ("cuda", 16, 2, 4096, 4), ("cuda", 3, 1, 4096, 0), ("cpu", 16, 1, 4096, 0)],
+)  # fmt: skip
+def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(monkeypatch, device, cores, ranks, copies, workers):
+    made = []
+    monkeypatch.setattr(ppo, "count_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(ppo, "Envs", lambda *_: None)
+    monkeypatch.setattr(ppo.pufferlib.vector, "make", lambda _, **how: made.append(how))
+    args = ppo.Args(env_id="breakout", num_envs=copies, device=device)
+    ppo.make_envs(args, seed=1)
+    assert args.num_workers == workers == made[0].get("num_workers", 0)
+
+
 def test_environment_arguments_are_read_as_people_write_them():
     words = [
         "--env.rate",
