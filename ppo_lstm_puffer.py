@@ -52,6 +52,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, end_at_once), signal.signal(signal.SIGTERM, end_at_once)
 
 import gymnasium as gym
+import joblib
 import numpy as np
 import pufferlib.vector
 import torch
@@ -638,28 +639,18 @@ def seed_everything(seed: int) -> int:
     return seed
 
 
-def count_cores() -> int:
-    """How many this process may use."""
-    cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 2**20)
-    with contextlib.suppress(OSError, ValueError):  # a container's quota, where there is one
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        cores = min(cores, -(-quota // period))
-    return cores
-
-
 def set_up_device(args: Args, envs: "Envs"):
-    """A GPU's stream, and memory that it copies from; or a CPU's threads: one for each half GFLOP of an update (three
-    products of 2 FLOP per parameter and step), for each two in bfloat16, since threads with less to do wait for each
-    other, and at most one for each core that this process may use."""
+    """A GPU's stream and pinned memory; a CPU's threads: one for each half GFLOP of an update (three products of 2 FLOP
+    per parameter and step), for each two in bfloat16, as threads with less to do wait for each other; one per core."""
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
         buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
         torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
     steps = min(args.minibatch_size, args.max_minibatch_size)
     work = 6 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
+    threads = round(work / (2e9 if args.precision == "bfloat16" else 0.5e9))
     if "OMP_NUM_THREADS" not in os.environ:
-        enough = round(work / (2e9 if args.precision == "bfloat16" else 0.5e9))
-        torch.set_num_threads(max(1, min(count_cores(), enough)))
+        torch.set_num_threads(max(1, min(threads, joblib.cpu_count(only_physical_cores=True))))
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
@@ -870,8 +861,9 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     """Vectorized environments as the arguments say. Raises UsageError."""
     make, kwargs, copies = environment_class(args.env_id), dict(args.env), num_envs or args.num_envs
     if args.num_workers is None:  # on a GPU all cores but two, or fewer: even, and a divisor
-        most = count_cores() // int(os.getenv("LOCAL_WORLD_SIZE", 1)) - 2 if args.device == "cuda" else 0
-        args.num_workers = next((n for n in range(most // 2 * 2, 0, -2) if copies % n == 0), 0)
+        cores = joblib.cpu_count(only_physical_cores=True) if args.device == "cuda" else 0
+        most = cores // int(os.getenv("LOCAL_WORLD_SIZE", 1)) - 2
+        args.num_workers = max((n for n in range(2, most + 1, 2) if copies % n == 0), default=0)
     if args.num_workers and copies % args.num_workers:
         raise UsageError(f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}")
     if native := "num_envs" in inspect.signature(make).parameters:  # one object steps many environments

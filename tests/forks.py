@@ -20,7 +20,7 @@ import threading
 import time
 
 # What a script imports, at once and later.
-IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo torch._inductor.cpp_builder"
+IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo torch._inductor.cpp_builder matplotlib.pyplot"
 
 
 class Fork:
@@ -103,6 +103,19 @@ def serve(channel: socket.socket) -> dict:
         channel.send(json.dumps(answer).encode())
 
 
+def run(words: list, *others, original=subprocess.run, **options):
+    """subprocess.run in a fork, where it starts Python to wait for it: the report of a sweep."""
+    if words[0] != sys.executable or others or set(options) - {"stdout", "check"}:
+        return original(words, *others, **options)
+    pid = os.fork()
+    if pid:
+        return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    if stdout := options.get("stdout"):
+        os.dup2(stdout.fileno(), 1)
+    atexit._clear()  # what the one that waits will do when it ends
+    become([*map(str, words[1:])], os.getcwd(), dict(os.environ), session=False)
+
+
 def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
     """Does in this process what `python *words` would do, but for taking the interpreter down, which takes a second."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: tests that are interrupted leave nothing behind
@@ -111,6 +124,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    subprocess.run = run
     module = words[0] == "-m"
     sys.argv = words[module:]
     sys.path[0] = cwd if module else str(pathlib.Path(cwd, words[0]).parent)

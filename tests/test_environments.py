@@ -178,7 +178,7 @@ def test_even_workers_are_double_buffered(num_workers, groups):
 )  # fmt: skip
 def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(monkeypatch, device, cores, ranks, copies, workers):
     made = []
-    monkeypatch.setattr(ppo, "count_cores", lambda: cores)
+    monkeypatch.setattr(ppo.joblib, "cpu_count", lambda only_physical_cores: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(ppo, "Envs", lambda *_: None)
     monkeypatch.setattr(ppo.pufferlib.vector, "make", lambda _, **how: made.append(how))

