@@ -504,16 +504,14 @@ def train(args: Args, resumed: dict | None = None) -> int:
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
     beta, statistics = torch.zeros((), device=device), torch.zeros(len(LOSSES), device=device)
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        """To the device, without waiting for a GPU."""
-        return torch.as_tensor(array).to(device, non_blocking=True)
-
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
         agents, observation, reward, done, counts = envs.receive()
-        observations[t, agents], dones[t, agents], valid[t, agents] = put(observation), put(done), put(counts)
+        observations[t, agents].copy_(torch.as_tensor(observation), non_blocking=True)  # no wait for a GPU
+        numbers = torch.as_tensor(np.stack((done, counts, reward)))  # one copy, not three
+        dones[t, agents], valid[t, agents], reward = numbers.to(device, non_blocking=True)
         if t > 0:
-            rewards[t - 1, agents] = put(reward.clip(-1, 1) if args.clip_rewards else reward)
+            rewards[t - 1, agents] = reward.clip(-1, 1) if args.clip_rewards else reward
         return agents
 
     @torch.no_grad()

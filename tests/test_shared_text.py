@@ -44,8 +44,8 @@ def test_shared_definitions_are_the_same_text(variant):
 # Lines, characters and columns that each script may have, and the lines of `diff` to the reference. What is aimed at is
 # 1,000 lines and 52,000 characters of reference: whoever makes it shorter lowers these.
 BUDGET = {
-    "ppo_lstm_puffer.py": (1159, 68_150, 0),
-    "ppo_lstm_puffer_ddp.py": (1298, 77_020, 295),
+    "ppo_lstm_puffer.py": (1157, 68_150, 0),
+    "ppo_lstm_puffer_ddp.py": (1296, 77_020, 295),
     "ppo_lstm_puffer_xla.py": (1152, 68_360, 299),
     "protein_sweep.py": (870, 52_500, 0),
 }
