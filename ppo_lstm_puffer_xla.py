@@ -87,7 +87,7 @@ class Args:
     env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: Count = 512  # environments stepped in parallel (an environment may hold several agents)
-    num_workers: Natural | None = None  # that step environments; None: 0, on a GPU many; even: double-buffered
+    num_workers: Natural | None = None  # worker processes; None: 0, on a GPU most cores; even: double-buffered
     clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
     # Algorithm
     total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them

@@ -105,7 +105,7 @@ def serve(channel: socket.socket) -> dict:
 
 def run(words: list, *others, original=subprocess.run, **options):
     """subprocess.run in a fork, where it starts Python to wait for it: the report of a sweep."""
-    if words[0] != sys.executable or others or set(options) - {"stdout", "check"}:
+    if words[0] != sys.executable or others or options.get("check") or set(options) - {"stdout", "check"}:
         return original(words, *others, **options)
     pid = os.fork()
     if pid:

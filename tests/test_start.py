@@ -1,5 +1,6 @@
 """What a start finds out (precision, threads), what its compiling leaves behind, and what --time-limit counts."""
 
+import io
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import newest_run, run_script
+from joblib.externals.loky.backend import context
 
 import ppo_lstm_puffer as ppo
 
@@ -121,6 +123,16 @@ def test_threads_keep_to_the_cores_that_this_process_may_use(monkeypatch):
         assert chosen_threads(monkeypatch, steps=32768) == 1
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("max 100000", 16), ("300000 100000", 3), ("50000 100000", 1)])
+def test_threads_keep_to_the_quota_of_a_container(monkeypatch, quota, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(context, "_count_physical_cores", lambda: (16, None))
+    monkeypatch.setattr(context.os.path, "exists", lambda path: path == "/sys/fs/cgroup/cpu.max")
+    monkeypatch.setattr(context, "open", lambda path: io.StringIO(quota), raising=False)
+    assert chosen_threads(monkeypatch, steps=32768) == threads
 
 
 def test_a_compiler_that_is_killed_leaves_no_file_that_looks_whole(monkeypatch, tmp_path):
