@@ -86,7 +86,7 @@ export: setup  ## the newest run's policy as ONNX, or by the file's ending as .b
 repeat: setup  ## run a run again from its folder, and say whether every number is the same to the bit: make repeat RUN=runs/RUN
 	$(PY) tools/repeat.py $(or $(RUN),latest) $(ARGS)
 
-test: setup  ## run the tests (about ten minutes on two cores)
+test: setup  ## run the tests (four to eight minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
 

@@ -17,6 +17,7 @@ import ast
 import contextlib
 import ctypes
 import difflib
+import fcntl
 import functools
 import io
 import json
@@ -403,7 +404,6 @@ POINTS = 5  # of a learning curve that the sampler sees
 MILESTONES = 20  # costs, evenly spaced up to the largest, at which trials are compared for pruning
 GRACE = 20.0  # seconds between SIGTERM, at which the script writes a checkpoint, and SIGKILL
 LIBC = ctypes.CDLL(None)
-LOCK = threading.Lock()  # one suggestion at a time, so that the next knows of it; one writer of best.yaml
 
 
 class RunFailed(Exception):
@@ -694,8 +694,9 @@ class Sweep:
         for slot in divide(sorted(os.sched_getaffinity(0)), visible_gpus(), args.workers):
             self.slots.put(slot)
 
-        def ask_alone(ask=study.ask) -> optuna.Trial:
-            with LOCK:  # with SQLite two threads might take the same trial from the queue, too
+        def ask_alone(ask=study.ask) -> optuna.Trial:  # one suggestion at a time, so that the next knows of it
+            with (self.folder / "asking").open("w") as file:  # with SQLite two would take the same trial from the queue
+                fcntl.flock(file, fcntl.LOCK_EX)
                 return ask({one.name: one.distribution for one in self.space})
 
         study.ask = ask_alone
@@ -738,10 +739,9 @@ class Sweep:
 # {args.metric} {score:.6g} after {facts["cost"]:.1f} seconds and {facts["step"]:,.0f} steps{end}; {how}.
 """
         config = {"env_id": args.env_id} | given_arguments(args.fixed) | facts["arguments"]
-        temporary = self.folder / f"best.yaml.{os.getpid()}.tmp"
-        with LOCK:
-            temporary.write_text(comment + yaml.safe_dump(config, sort_keys=False))
-            temporary.replace(self.folder / "best.yaml")
+        temporary = self.folder / f"best.yaml.{threading.get_native_id()}.tmp"
+        temporary.write_text(comment + yaml.safe_dump(config, sort_keys=False))
+        temporary.replace(self.folder / "best.yaml")
 
     def report(self):
         """trials.csv, plots and tables, by tools/sweep_report.py, and one line of JSON on stdout."""

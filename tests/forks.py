@@ -1,7 +1,8 @@
 """Starts `python script arguments` and `python -m module arguments` in forks of one process that has imported torch.
 
 Importing takes most of a small run's time. A fork is a process of its own in all else: its signals, its exit code, what it
-prints, what a crash does. Run as a program, this file is the process that forks.
+prints, what a crash does. Run as a program, this file is the process that forks; `python tests/forks.py benchmark/run.py ...`
+runs the benchmark with its cells as forks, and anything else as Python would.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 
 # What a script imports, at once and later.
 IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo torch._inductor.cpp_builder matplotlib.pyplot"
@@ -116,6 +118,30 @@ def run(words: list, *others, original=subprocess.run, **options):
     become([*map(str, words[1:])], os.getcwd(), dict(os.environ), session=False)
 
 
+class Child(Fork):
+    """A fork of this process, for benchmark/run.py, which starts one cell after another."""
+
+    def __init__(self, words: list[str], cwd, env: dict[str, str], stdout, stderr, stdin, start_new_session: bool):
+        self.args, self.returncode, self.pid = words, None, os.fork()
+        if not self.pid:
+            try:
+                os.dup2(stdout.fileno(), 1), os.dup2(stderr.fileno(), 2)
+                atexit._clear()
+                become(words[1:], cwd, env, start_new_session)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+
+def popen(words: list, *others, original=subprocess.Popen, **options):
+    return original(words, *others, **options) if words[0] != sys.executable else Child(words, **options)
+
+
 def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
     """Does in this process what `python *words` would do, but for taking the interpreter down, which takes a second."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: tests that are interrupted leave nothing behind
@@ -125,6 +151,8 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
     os.environ.clear()
     os.environ.update(env)
     subprocess.run = run
+    if words[0].endswith("benchmark/run.py"):
+        subprocess.Popen = popen
     module = words[0] == "-m"
     sys.argv = words[module:]
     sys.path[0] = cwd if module else str(pathlib.Path(cwd, words[0]).parent)
@@ -146,6 +174,8 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
 
 
 if __name__ == "__main__":
+    if not sys.argv[1].isdigit() and sys.argv[1] != "benchmark/run.py":
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     sys.path[0] = str(pathlib.Path(__file__).parent.parent)
     for name in IMPORTED.split():
         __import__(name)
@@ -154,5 +184,7 @@ if __name__ == "__main__":
 
     del sys.modules["ppo_lstm_puffer"], sys.modules["protein_sweep"]
     gc.freeze()
+    if not sys.argv[1].isdigit():
+        become(sys.argv[1:], os.getcwd(), dict(os.environ), session=False)
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     become(**request)
