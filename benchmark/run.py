@@ -13,6 +13,7 @@ A plan is a YAML list of groups:
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
         preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"], seeds: [1]}   # {env}: the environment
         two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run]}
+        normalized: {program: ours, script: recipes/normalize.patch}    # the reference with this recipe
       envs: [breakout]
       seeds: [1, 2, 3]
       duration: 40             # seconds of each run after its first update, or steps: N; neither: its own
@@ -142,6 +143,10 @@ def start(cell: dict, folder: str, log) -> subprocess.Popen:
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}-cache"
     words = [folder if word == "DIR" else word for word in cell["command"]]
     words[0] = interpreter(words[0])
+    if words[1].endswith(".patch"):
+        copy = f"{folder}-{pathlib.Path(words[1]).stem}.py"
+        subprocess.run(["patch", "-s", "-o", copy, ROOT / PROGRAMS["ours"], ROOT / words[1]], check=True)
+        words[1] = copy
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cell["cores"])
     options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "start_new_session": True}

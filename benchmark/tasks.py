@@ -1,10 +1,13 @@
-"""Tasks that need a memory, as Gymnasium ids for every program of the memory report: --env-id tasks:RepeatPreviousEasy-v0
+"""Tasks that need a memory, as Gymnasium ids for every program of the reports: --env-id tasks:RepeatPreviousEasy-v0
 
     PYTHONPATH=benchmark python ppo_lstm_puffer.py --config benchmark/configs/popgym.yaml --env-id tasks:CountRecallEasy-v0
 
 POPGym's (Morad et al. 2023) are wrapped as in its paper, by its own wrappers: the last action, and a flag for an episode's
 first step, stand in the observation. MiniGrid's memory environments show the 7 x 7 cells in front of the agent, one-hot by
 its own wrapper, without the mission's text, which is always the same. Each observation is one flat float32 vector.
+
+Gymnasium's Pendulum, HalfCheetah and Hopper lack their velocities here, the usual memory variant of continuous control
+(Ni et al. 2022): --env-id tasks:PendulumNoVel-v1
 """
 
 import gymnasium as gym
@@ -34,8 +37,25 @@ def make_minigrid(task: str, **kwargs) -> gym.Env:
     return Flat(minigrid.wrappers.ImgObsWrapper(minigrid.wrappers.OneHotPartialObsWrapper(env)))
 
 
+class Positions(gym.ObservationWrapper):
+    """The first numbers of the observation alone; in MuJoCo's environments the velocities are behind them."""
+
+    def __init__(self, env: gym.Env, positions: int):
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (positions,), np.float32)
+
+    def observation(self, observation) -> np.ndarray:
+        return observation[: self.observation_space.shape[0]].astype(np.float32)
+
+
+def make_without_velocities(task: str, positions: int, **kwargs) -> gym.Env:
+    return Positions(gym.make(task, disable_env_checker=True), positions)
+
+
 bare = {"disable_env_checker": True, "order_enforce": False}  # they cost time at every step
 for task, facts in popgym.envs.ALL.items():
     gym.register(facts["id"].removeprefix("popgym-"), make_popgym, kwargs={"task": task}, **bare)
 for size in 7, 9, 11, 13:
     gym.register(f"MemoryS{size}-v0", make_minigrid, kwargs={"task": f"MiniGrid-MemoryS{size}-v0"}, **bare)
+for task, positions in ("Pendulum-v1", 2), ("HalfCheetah-v4", 8), ("Hopper-v4", 5):
+    gym.register(task.replace("-", "NoVel-"), make_without_velocities, kwargs={"task": task, "positions": positions}, **bare)
