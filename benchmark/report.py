@@ -176,7 +176,8 @@ def targets(cells: list[dict]) -> str:
     def add(what: str, target: str, measured: str, met: bool):
         rows.append([what, target, measured, "**met**" if met else "not met"])
 
-    runs = group_by([cell for cell in kinds["learning"] if cell["env_id"] == "breakout"], "name")
+    whole = [cell for cell in kinds["learning"] if cell["env_id"] == "breakout" and not cell["duration"]]
+    runs = group_by(whole, "name")
     for name in dict.fromkeys(cell["name"] for cell in kinds["speed"] + kinds["learning"] if cell["program"] == "ours"):
         who = "" if name == "ours" else f" ({label(name)})"
         for peer, least in (("pufferl", faster), ("sb3", 20)):
