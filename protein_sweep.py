@@ -5,7 +5,6 @@
     python protein_sweep.py --env-id pong -- --num-envs 512 --hidden-size 64      # after --: always for the script
     python protein_sweep.py --storage postgresql://user@host/sweeps ...           # the same on many machines: one study
     python ppo_lstm_puffer.py --config sweeps/breakout__ppo_lstm_puffer/best.yaml # train with what it found
-    optuna-dashboard sqlite:///sweeps/breakout__ppo_lstm_puffer/study.db          # look at it in a browser
 
 Optuna keeps the study (trials, storage, resuming, pruning). This file adds ProteinSampler, and trials as processes: on
 cores and a GPU of their own, read while they run, stopped when they cost too much or look hopeless, recorded as
@@ -57,40 +56,26 @@ from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 class Args:
     """Cost-aware hyperparameter search over a training script."""
 
-    script: str = "ppo_lstm_puffer.py"
-    """the training script: it takes --env-id, --seed and --output-dir, and writes metrics.jsonl with step and time"""
-    env_id: str = "breakout"
-    """the environment, as the script takes it"""
+    script: str = "ppo_lstm_puffer.py"  # it takes --env-id, --seed and --output-dir, and writes metrics.jsonl
+    env_id: str = "breakout"  # the environment, as the script takes it
     space: str = str(pathlib.Path(__file__).parent / "benchmark/sweeps/default.yaml")
     """the search space, a YAML file: argument: [choices] or {distribution, min, max}"""
-    metric: str = "env/score"
-    """what is optimized: any key of metrics.jsonl"""
-    direction: Literal["maximize", "minimize"] = "maximize"
-    """which way the metric is better"""
-    num_trials: int = 60
-    """finished trials in the study, those before a restart and those of other processes included"""
-    max_cost_seconds: float = 300.0
-    """a run is stopped after so many seconds of training (compilation not counted), and counts with what it reached"""
-    workers: int = 1
-    """trials at once; this process's cores are divided among them, and each has one GPU where there are several"""
-    confirm_seeds: int = 3
-    """fresh seeds on which the three best trials run again at the end: the best mean wins (0: as it was)"""
-    pruning: bool = True
-    """stop a trial when, at the same cost, it is worse than three quarters of the complete ones (of ten at least)"""
+    metric: str = "env/score"  # what is optimized: any key of metrics.jsonl
+    direction: Literal["maximize", "minimize"] = "maximize"  # which way the metric is better
+    num_trials: int = 60  # finished trials in the study, those before a restart and those of other processes included
+    max_cost_seconds: float = 300.0  # a run is stopped after so many seconds of training, and counts as far as it came
+    workers: int = 1  # trials at once; the cores are divided among them, and the GPUs where there are several
+    confirm_seeds: int = 3  # fresh seeds for the three best trials at the end: the best mean wins (0: as it was)
+    pruning: bool = True  # stop a trial that is worse, at the same cost, than three quarters of ten complete or more
     sampler: Literal["protein", "gp", "tpe", "random"] = "protein"
     """protein: the one below; the others are Optuna's own, which see the score only"""
-    seed: int = 1
-    """seed of the sampler; trial n trains with seed + n"""
-    hang_seconds: float = 600.0
-    """a run without a new line in metrics.jsonl for so long has failed (compilation, before the first, included)"""
-    study_name: str | None = None
-    """name of the study and of its folder; default: <env>__<script>"""
-    output_dir: str = "sweeps"
-    """the study's folder goes here"""
+    seed: int = 1  # seed of the sampler; trial n trains with seed + n
+    hang_seconds: float = 600.0  # a run without a new line in metrics.jsonl for so long has failed; compiling counts
+    study_name: str | None = None  # name of the study and of its folder; default: <env>__<script>
+    output_dir: str = "sweeps"  # the study's folder goes here
     storage: str | None = None
     """an SQL database for Optuna, as postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
-    fixed: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """after --: arguments for the script that stay as they are; they win over the space"""
+    fixed: tyro.conf.Suppress[tuple[str, ...]] = ()  # after --: for the script; they win over the space
 
 
 class UsageError(Exception):
@@ -184,6 +169,20 @@ class Cube(_SearchSpaceTransform):
         super().__init__(space, transform_0_1=True)
         self.space, self.dim = space, len(self.bounds)
         self.encode, self.decode, self.owner = self.transform, self.untransform, self.encoded_column_to_column
+
+    def rounded(self, x: np.ndarray) -> np.ndarray:
+        """Coordinates (n, dim) of what would be run at x (n, dim): whole numbers, one choice of each list."""
+        x = x.copy()
+        for index, (name, distribution) in enumerate(self.space.items()):
+            columns = self.owner == index
+            if isinstance(distribution, CategoricalDistribution):
+                x[:, columns] = np.eye(columns.sum())[x[:, columns].argmax(1)]
+            elif isinstance(distribution, IntDistribution):
+                scale, back = (np.exp, np.log) if distribution.log else (np.positive, np.positive)
+                low, high = self.ends(name)
+                numbers = np.rint(scale(low + x[:, columns] * (high - low)))
+                x[:, columns] = (back(np.clip(numbers, distribution.low, distribution.high)) - low) / (high - low)
+        return x
 
     def ends(self, name: str) -> np.ndarray:
         """What 0 and 1 stand for: a number, or its logarithm."""
@@ -391,8 +390,7 @@ class ProteinSampler(optuna.samplers.BaseSampler):
             anew = 0.2 if scale == 1 else 0.0
             moved = np.where((rng.random(which) < anew)[:, cube.owner], rng.random(chosen.shape), moved)
             moved = np.where((rng.random(which) < share)[:, cube.owner], moved, chosen)
-            # What is rated is what would be run: whole numbers rounded, one choice of each list.
-            candidates = np.array([cube.encode(cube.decode(candidate)) for candidate in moved])
+            candidates = cube.rounded(moved)  # what is rated is what would be run
             pool, ratings = np.concatenate((pool, candidates)), np.concatenate((ratings, rate(candidates)))
             centers = pool[np.argsort(-ratings)[:16]]
         return centers[0]

@@ -58,4 +58,6 @@ for task, facts in popgym.envs.ALL.items():
 for size in 7, 9, 11, 13:
     gym.register(f"MemoryS{size}-v0", make_minigrid, kwargs={"task": f"MiniGrid-MemoryS{size}-v0"}, **bare)
 for task, positions in ("Pendulum-v1", 2), ("HalfCheetah-v4", 8), ("Hopper-v4", 5):
-    gym.register(task.replace("-", "NoVel-"), make_without_velocities, kwargs={"task": task, "positions": positions}, **bare)
+    gym.register(
+        task.replace("-", "NoVel-"), make_without_velocities, kwargs={"task": task, "positions": positions}, **bare
+    )

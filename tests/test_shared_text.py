@@ -47,7 +47,7 @@ BUDGET = {
     "ppo_lstm_puffer.py": (1157, 68_150, 0),
     "ppo_lstm_puffer_ddp.py": (1296, 77_020, 295),
     "ppo_lstm_puffer_xla.py": (1152, 68_360, 299),
-    "protein_sweep.py": (870, 52_500, 0),
+    "protein_sweep.py": (868, 52_850, 0),
 }
 
 

@@ -268,6 +268,13 @@ CUBE = {
 }  # fmt: skip
 
 
+def test_what_is_rated_is_what_optuna_would_run():
+    cube, x = Cube(CUBE), np.random.default_rng(1).random((500, Cube(CUBE).dim))
+    x[:100] = x[:100].round()  # the ends
+    expected = np.array([cube.encode(cube.decode(one)) for one in x])
+    assert np.abs(cube.rounded(x) - expected).max() < 1e-12 and np.abs(x - expected).max() > 0.1
+
+
 def quality(params: dict, noise: float = 0.0) -> float:
     """Best with lr 0.01, alpha 0.3, beta 0.7, size 6, kind b; 1 at the most."""
     off = (math.log10(params["lr"]) + 2) ** 2 + 6 * (params["alpha"] - 0.3) ** 2 + 6 * (params["beta"] - 0.7) ** 2
