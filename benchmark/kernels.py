@@ -4,7 +4,7 @@
     python benchmark/kernels.py runs/RUN
 
 Prints a table for a report: a row per kernel, the longest in all first, then how much of the time none ran. Of a run on
-a CPU, which has no kernels, the rows are operations: those that are called by no other.
+a CPU, which has no kernels, the rows are operations, each without the time of those that it calls.
 """
 
 import argparse
@@ -15,13 +15,17 @@ from collections import defaultdict
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def outermost(events: list[dict]) -> list[dict]:
-    """Without those that lie inside another one of their thread."""
-    found, until = [], defaultdict(float)
+def own_times(events: list[dict]) -> list[dict]:
+    """Each with its own microseconds: without those inside it, in its thread."""
+    found, around = [], defaultdict(list)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        if event["ts"] >= until[event["tid"]]:
-            until[event["tid"]] = event["ts"] + event["dur"]
-            found.append(event)
+        event, inside = event | {"own": event["dur"]}, around[event["tid"]]
+        while inside and event["ts"] >= inside[-1]["ts"] + inside[-1]["dur"]:
+            inside.pop()
+        if inside:
+            inside[-1]["own"] -= event["dur"]
+        inside.append(event)
+        found.append(event)
     return found
 
 
@@ -37,12 +41,12 @@ def busy(events: list[dict]) -> float:
 
 def table(trace: pathlib.Path, rows: int) -> str:
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kernels = [event for event in events if event.get("cat") in KERNELS]
-    kernels = kernels or outermost([event for event in events if event.get("cat") == "cpu_op"])
+    kernels = [event | {"own": event["dur"]} for event in events if event.get("cat") in KERNELS]
+    kernels = kernels or own_times([event for event in events if event.get("cat") == "cpu_op"])
     span = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
     by_name = defaultdict(list)
     for event in kernels:
-        by_name[event["name"][:80]].append(event["dur"])
+        by_name[event["name"][:80]].append(event["own"])
     lines = ["| kernel | calls | ms | share | us each |", "| --- | --- | --- | --- | --- |"]
     for name, durations in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]:
         total = sum(durations)

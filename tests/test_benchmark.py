@@ -324,14 +324,20 @@ def test_interquartile_mean_and_its_interval():
 def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     base, cells = stored(ran)["ours__breakout__1"], [stored(ran)["bad__breakout__1"]]
     speed, peer = {"group": "speed", "kind": "speed"}, {"name": "pufferl", "program": "pufferl"}
+    sb3 = {"name": "sb3", "program": "sb3"}
     for seed in (1, 2):
         cells += [
             variant(base, **speed, seed=seed, sps_steady=100e3, peak_rss_mib=400),
             variant(base, **speed, **peer, seed=seed, sps_steady=20e3, peak_rss_mib=900),
             variant(base, group="breakout_ours", kind="learning", seed=seed, score=860.0),
+            variant(base, group="sb3", kind="learning", **sb3, seed=seed, duration=9, score=5.0),
             variant(base, group="envs", kind="scaling", seed=seed, name=str(seed), x=seed, x_label="environments"),
             variant(base, group="startup_warm", kind="startup", seed=seed, seconds_to_first_update=9.0),
         ]
+    for cell in cells:
+        if cell["name"] == "sb3":  # thirty times as slow
+            cell["seconds_to_first_update"] *= 30
+            cell["curve"]["time"] = [30 * seconds for seconds in cell["curve"]["time"]]
     speeds = {str(base["hardware"]["threads"]): {"bfloat16": 200.0, "float32": 50.0}}
     ceiling = dict.fromkeys(("group", "kind", "name", "program"), "ceiling")
     cells.append(variant(base, **ceiling, env_id="machine", ceiling=speeds))
@@ -346,9 +352,10 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     for name in ("speed", "learning", "phases", "scaling"):
         assert f"({name}.png)" in text and (tmp_path / f"{name}.png").stat().st_size > 5000
     rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
-    assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired"]
+    assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired (ours)"]
     assert "**met**" in rows["peak resident memory"]
-    assert "**met**" in rows["Breakout solved (mean score 850), every seed"]
+    assert "**met**" in rows["mean score of the last games in training, actions sampled"]
+    assert "30 times" in rows["seconds to the score that RecurrentPPO (SB3-contrib) ends at, its by ours"]
     assert "not met" in rows["time to the first update, second start"]
     cpu, commit = base["hardware"], base["git_commit"][:7]
     assert f"CPU: {cpu['cpu']}, {cpu['instruction_set']}, {cpu['cores']} cores. Commit: {commit}." in text
@@ -482,3 +489,15 @@ def test_kernels_are_summed_by_name_and_idle_time_is_what_none_covers(tmp_path):
     assert rows == [
         "| `mm` | 2 | 0.02 | 50.0% | 10.0 |", "| `add` | 1 | 0.01 | 25.0% | 10.0 |", "| nothing ran | | 0.01 | 37.5% | |"
     ]  # fmt: skip
+
+
+def test_an_operation_of_a_cpu_has_its_own_time_only(tmp_path):
+    operations = [("LSTM", 0, 100), ("mm", 10, 40), ("copy", 20, 10), ("mm", 60, 40), ("add", 100, 100)]
+    events = [
+        {"ph": "X", "cat": "cpu_op", "tid": 1, "name": name, "ts": ts, "dur": dur} for name, ts, dur in operations
+    ]
+    (tmp_path / "x.pt.trace.json").write_text(json.dumps({"traceEvents": events}))
+    rows = [row.split(" | ") for row in kernel_table.table(tmp_path / "x.pt.trace.json", rows=9).splitlines()[2:]]
+    assert {row[0]: row[3] for row in rows} == {
+        "| `add`": "50.0%", "| `mm`": "35.0%", "| `LSTM`": "10.0%", "| `copy`": "5.0%", "| nothing ran": "0.0%"
+    }  # fmt: skip
