@@ -682,17 +682,17 @@ def seed_everything(seed: int) -> int:
 
 
 def set_up_device(args: Args, envs: "Envs"):
-    """A GPU's stream and pinned memory; a CPU's threads: one for each half GFLOP of an update (three products of 2 FLOP
-    per parameter and step), for each two in bfloat16, as threads with less to do wait for each other; one per core."""
+    """A GPU's stream and pinned memory; a CPU's threads: one per core, or fewer, so that each has its share of an
+    update's GFLOP (6 FLOP per parameter and step): less is not worth waiting for."""
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
         buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
         torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
     steps = min(args.minibatch_size, args.max_minibatch_size)
-    work = 6 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
-    threads = round(work / (2e9 if args.precision == "bfloat16" else 0.5e9))
+    gflop = 6e-9 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
+    share = 0.5 if args.precision == "float32" else 2 if fast_bfloat16(args.device) == "AMX" else 1
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(threads, joblib.cpu_count(only_physical_cores=True))))
+        torch.set_num_threads(max(1, min(round(gflop / share), joblib.cpu_count(only_physical_cores=True))))
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes

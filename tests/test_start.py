@@ -76,15 +76,17 @@ def test_what_was_chosen_is_printed_stored_and_kept_by_a_resumed_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "steps", "cores", "threads"),
+    ("kind", "steps", "cores", "threads"),
     [
         ("float32", 256, 16, 1), ("float32", 1024, 1, 1), ("float32", 1024, 16, 2), ("float32", 4096, 16, 7),
-        ("float32", 32768, 2, 2), ("float32", 32768, 16, 16), ("bfloat16", 1024, 16, 1), ("bfloat16", 4096, 16, 2),
+        ("float32", 32768, 2, 2), ("float32", 32768, 16, 16), ("AVX512-BF16", 1024, 16, 1), ("AVX512-BF16", 2048, 16, 2),
+        ("AVX512-BF16", 4096, 16, 4), ("AMX", 2048, 16, 1), ("AMX", 4096, 16, 2), (None, 2048, 16, 2),
     ],
 )  # fmt: skip
-def test_threads_follow_the_work_of_an_update_and_the_cores(monkeypatch, precision, steps, cores, threads):
+def test_threads_follow_the_work_of_an_update_and_the_cores(monkeypatch, kind, steps, cores, threads):
     monkeypatch.setattr(ppo.joblib, "cpu_count", lambda only_physical_cores: cores)
-    assert chosen_threads(monkeypatch, steps, precision) == threads
+    monkeypatch.setattr(ppo, "fast_bfloat16", lambda device: kind)
+    assert chosen_threads(monkeypatch, steps, "float32" if kind == "float32" else "bfloat16") == threads
 
 
 def chosen_threads(monkeypatch, steps: int, precision: str = "float32") -> int:
