@@ -46,7 +46,8 @@ def table(trace: pathlib.Path, rows: int) -> str:
     span = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
     by_name = defaultdict(list)
     for event in kernels:
-        by_name[event["name"][:80]].append(event["own"])
+        name = "compiled code" if "CompiledFxGraph" in event["name"] else event["name"][:80]
+        by_name[name].append(event["own"])
     lines = ["| kernel | calls | ms | share | us each |", "| --- | --- | --- | --- | --- |"]
     for name, durations in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]:
         total = sum(durations)
