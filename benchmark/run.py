@@ -21,6 +21,7 @@ A plan is a YAML list of groups:
       cold: true               # each run starts with an empty compile cache
       timeout: 600             # seconds after which a cell is ended and has failed
       x_label: environments    # kind scaling: what x is
+      solved: 850              # kind learning: also find the first kept checkpoint that plays this score
 
 Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes) and a last one, with
 "exit_reason". --out auto is the folder of this kind of CPU in benchmark/reports: cpu-amx, cpu-bf16, cpu-avx512, cpu-avx2,
@@ -58,7 +59,7 @@ PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
 }
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
 GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold"}
-GROUP_KEYS |= {"timeout", "x_label"}
+GROUP_KEYS |= {"timeout", "x_label", "solved"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
     "amx_bf16": ("AMX-BF16", "cpu-amx"),
@@ -86,7 +87,8 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
         raise ValueError(f"{group['name']}: kind {group['kind']}: must be one of {', '.join(KINDS)}")
     cells, steps, duration = [], group.get("steps"), group.get("duration")
     same = {"group": group["name"], "kind": group["kind"], "duration": duration, "cold": group.get("cold", False)}
-    same |= {"x_label": group.get("x_label"), "timeout": group.get("timeout", (duration or 3000) + 600)}
+    same |= {"x_label": group.get("x_label"), "solved": group.get("solved")}
+    same |= {"timeout": group.get("timeout", (duration or 3000) + 600)}
     for (name, program), env_id in itertools.product(group["programs"].items(), group.get("envs", ["breakout"])):
         where = f"{group['name']}, {name}"
         check_keys(where, program, PROGRAM_KEYS)
@@ -228,8 +230,11 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         result["wall_seconds"] = time.perf_counter() - since
         if cell["kind"] == "learning" and cell["program"] == "ours" and not error and process.returncode == 0:
             tick(result["wall_seconds"])
-            if played := play(cell, folder):
+            (run,) = pathlib.Path(folder).iterdir()
+            if played := play(cell, folder, run):
                 result["played"] = played
+            if cell["solved"] is not None:
+                result["first_solved"] = first_solved(cell, folder, run, result["seconds_to_first_update"])
         log.seek(0)
         output, (rows, last) = log.read(), read_rows(folder)
         result = {"versions": versions()} | last | result | from_rows(rows) | repository()
@@ -250,10 +255,10 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         return json.loads(re.sub(r"(?<![\w.:/-])/(?:[\w.+@~-]+/)+", "", text))
 
 
-def play(cell: dict, folder: str) -> dict | None:
-    """What tools/play.py says of 128 games with the most likely actions; None if none ends in ten minutes."""
-    (run,) = pathlib.Path(folder).iterdir()
-    words = [cell["command"][0], "tools/play.py", str(run), "--episodes", "128", "--deterministic"]
+def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
+    """What tools/play.py says of 128 games of a run or a checkpoint with the most likely actions; None if none ends in
+    ten minutes."""
+    words = [cell["command"][0], "tools/play.py", str(what), "--episodes", "128", "--deterministic"]
     with open(f"{folder}-played", "w+") as output:
         process = start(cell | {"command": words}, folder, output)
         try:
@@ -265,6 +270,20 @@ def play(cell: dict, folder: str) -> dict | None:
         finally:
             stop(process, set())
     return played if "episodic_return" in played else None
+
+
+def first_solved(cell: dict, folder: str, run: pathlib.Path, first_update: float) -> dict | None:
+    """The first of the checkpoints that were kept whose 128 games have the mean score `solved`: its step, that mean,
+    the least of the games, and the seconds from the start of the process until it was written. None if there is none."""
+    rows = {row["iteration"]: row for row in read_rows(run)[0]}
+    for model in sorted(run.glob("model_*.pt")):
+        row = rows.get(int(model.stem.rpartition("_")[2]))  # --log-interval divides --checkpoint-interval
+        if row and (played := play(cell, folder, model)):
+            score = played["episodic_return"]
+            if score["mean"] >= cell["solved"]:
+                seconds = row["time"] - min(one["time"] for one in rows.values()) + first_update
+                return {"step": row["step"], "seconds": seconds, "score": score["mean"], "least": score["min"]}
+    return None
 
 
 def second_half(times: list[float]) -> int:

@@ -28,13 +28,14 @@ import run
 import ppo_lstm_puffer as ppo
 
 TINY = "--num-envs 16 --num-steps 16 --minibatch-size 128 --hidden-size 32 --log-interval 1 --no-compile"
+TINY += " --checkpoint-interval 2"
 STEPS = 5 * 256
 
 
 def plan(folder, ours_args=()):
     """A plan of a cell that fails and one that runs, and the words that run it."""
     ours, bad = ({"program": "ours", "args": words} for words in ([*TINY.split(), *ours_args], ["--no-such-flag"]))
-    group = {"name": "tiny", "kind": "learning", "seeds": [1], "steps": STEPS, "interleave": True}
+    group = {"name": "tiny", "kind": "learning", "seeds": [1], "steps": STEPS, "interleave": True, "solved": 0}
     groups = [group | {"name": "broken", "programs": {"bad": bad}}, group | {"programs": {"ours": ours}}]
     (folder / "plan.yaml").write_text(yaml.safe_dump(groups))
     return [str(folder / "plan.yaml"), "--out", str(folder / "out")]
@@ -73,6 +74,8 @@ def test_plan_leaves_a_json_per_cell(ran):
     assert cell["versions"]["torch"] == importlib.metadata.version("torch") and len(cell["git_commit"]) == 40
     assert cell["hardware"]["cpu"] and cell["hardware"]["threads"] >= 1 and cell["cores"]
     assert cell["played"]["episodes"] == 128 and cell["played"]["deterministic"]
+    solved = cell["first_solved"]  # every score is 0 or more, so by the first checkpoint
+    assert solved["step"] == 512 and cell["seconds_to_first_update"] < solved["seconds"] < cell["wall_seconds"]
 
 
 def test_no_path_of_the_machine_is_stored(ran):
@@ -357,6 +360,7 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     assert "**met**" in rows["mean score of the last games in training, actions sampled"]
     assert "30 times" in rows["seconds to the score that RecurrentPPO (SB3-contrib) ends at, its by ours"]
     assert "not met" in rows["time to the first update, second start"]
+    assert any("2 of 2 in time" in row for what, row in rows.items() if "the first checkpoint" in what)
     cpu, commit = base["hardware"], base["git_commit"][:7]
     assert f"CPU: {cpu['cpu']}, {cpu['instruction_set']}, {cpu['cores']} cores. Commit: {commit}." in text
     assert "ppo_lstm_puffer.py --env-id breakout" in text and "A thing that lost." in text and "exit code 2" in text
