@@ -207,11 +207,10 @@ def targets(cells: list[dict]) -> str:
         what = f"seconds to the score that {label('sb3')} ends at, its by ours"
         add(what, "at least 20 times", measured, np.median(times) >= 20)
     if done := [cell for cell in runs["ours"] if "played" in cell]:
-        scores = [cell.get("first_solved", {}) or {} for cell in done]
         what = "Breakout solved: 850 with its most likely actions, mean of 128 games; seconds from the command to "
         if any("first_solved" in cell for cell in done):
-            what += "the first checkpoint (one each 1.6 M steps) that does"
-            seconds = [one.get("seconds", np.inf) for one in scores]
+            what += "the first checkpoint that does"
+            seconds = [(cell.get("first_solved") or {}).get("seconds", np.inf) for cell in done]
         else:
             what += "the end of the run"
             seconds = [cell["wall_seconds"] if min(played([cell])) >= 850 else np.inf for cell in done]

@@ -228,15 +228,15 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         finally:
             stop(process, family)
         result["wall_seconds"] = time.perf_counter() - since
+        log.seek(0)
+        output, (rows, last) = log.read(), read_rows(folder)
         if cell["kind"] == "learning" and cell["program"] == "ours" and not error and process.returncode == 0:
             tick(result["wall_seconds"])
             (run,) = pathlib.Path(folder).iterdir()
             if played := play(cell, folder, run):
                 result["played"] = played
             if cell["solved"] is not None:
-                result["first_solved"] = first_solved(cell, folder, run, result["seconds_to_first_update"])
-        log.seek(0)
-        output, (rows, last) = log.read(), read_rows(folder)
+                result["first_solved"] = first_solved(cell, folder, run, rows, result["seconds_to_first_update"])
         result = {"versions": versions()} | last | result | from_rows(rows) | repository()
         result["hardware"] = hardware(output)
         for config in pathlib.Path(folder).glob("*/config.yaml"):  # ours
@@ -272,17 +272,16 @@ def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
     return played if "episodic_return" in played else None
 
 
-def first_solved(cell: dict, folder: str, run: pathlib.Path, first_update: float) -> dict | None:
+def first_solved(cell: dict, folder: str, run: pathlib.Path, rows: list[dict], first_update: float) -> dict | None:
     """The first of the checkpoints that were kept whose 128 games have the mean score `solved`: its step, that mean,
     the least of the games, and the seconds from the start of the process until it was written. None if there is none."""
-    rows = {row["iteration"]: row for row in read_rows(run)[0]}
+    logged = {row["iteration"]: row for row in rows}  # --log-interval divides --checkpoint-interval
     for model in sorted(run.glob("model_*.pt")):
-        row = rows.get(int(model.stem.rpartition("_")[2]))  # --log-interval divides --checkpoint-interval
-        if row and (played := play(cell, folder, model)):
-            score = played["episodic_return"]
-            if score["mean"] >= cell["solved"]:
-                seconds = row["time"] - min(one["time"] for one in rows.values()) + first_update
-                return {"step": row["step"], "seconds": seconds, "score": score["mean"], "least": score["min"]}
+        row = logged.get(int(model.stem.rpartition("_")[2]))
+        played = row and play(cell, folder, model)
+        if played and (score := played["episodic_return"])["mean"] >= cell["solved"]:
+            seconds = row["time"] - rows[0]["time"] + first_update
+            return {"step": row["step"], "seconds": seconds, "score": score["mean"], "least": score["min"]}
     return None
 
 
