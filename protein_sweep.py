@@ -2,14 +2,14 @@
 
     python protein_sweep.py --env-id breakout --num-trials 60 --max-cost-seconds 60 --workers 2
     python protein_sweep.py --env-id breakout --num-trials 90 ...  # the same study goes on, after Ctrl-C too
-    python protein_sweep.py --env-id pong -- --num-envs 512 --hidden-size 64      # after --: always for the script
-    python protein_sweep.py --storage postgresql://user@host/sweeps ...           # the same on many machines: one study
+    python protein_sweep.py --env-id pong -- --num-envs 512 --hidden-size 64  # after --: always for the script
+    python protein_sweep.py --storage postgresql://user@host/sweeps ...  # the same on many machines: one study
     python ppo_lstm_puffer.py --config sweeps/breakout__ppo_lstm_puffer/best.yaml # train with what it found
 
 Optuna keeps the study (trials, storage, resuming, pruning). This file adds ProteinSampler, and trials as processes: on
 cores and a GPU of their own, read while they run, stopped when they cost too much or look hopeless, recorded as
 failures when they crash. At the end the three best run again on fresh seeds, and their means decide.
-Read it from the top: arguments, search space, the sampler (which any Optuna study can use), a trial, the sweep.
+Read it from the top: arguments, search space, the sampler, a trial, the sweep.
 """
 
 import ast
@@ -60,11 +60,11 @@ class Args:
     env_id: str = "breakout"  # the environment, as the script takes it
     space: str = str(pathlib.Path(__file__).parent / "benchmark/sweeps/default.yaml")
     """the search space, a YAML file: argument: [choices] or {distribution, min, max}"""
-    metric: str = "env/score"  # what is optimized: any key of metrics.jsonl
+    metric: str = "env/score"  # any key of metrics.jsonl (Gymnasium: episodic_return)
     direction: Literal["maximize", "minimize"] = "maximize"  # which way the metric is better
     num_trials: int = 60  # finished trials in the study, those before a restart and those of other processes included
     max_cost_seconds: float = 300.0  # a run is stopped after so many seconds of training, and counts as far as it came
-    workers: int = 1  # trials at once; the cores are divided among them, and the GPUs where there are several
+    workers: int = 1  # trials at once, among which the cores are divided, and several GPUs
     confirm_seeds: int = 3  # fresh seeds for the three best trials at the end: the best mean wins (0: as it was)
     pruning: bool = True  # stop a trial that is worse, at the same cost, than three quarters of ten complete or more
     sampler: Literal["protein", "gp", "tpe", "random"] = "protein"
@@ -74,12 +74,12 @@ class Args:
     study_name: str | None = None  # name of the study and of its folder; default: <env>__<script>
     output_dir: str = "sweeps"  # the study's folder goes here
     storage: str | None = None
-    """an SQL database for Optuna, as postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
+    """an SQL database, postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
     fixed: tyro.conf.Suppress[tuple[str, ...]] = ()  # after --: for the script; they win over the space
 
 
 class UsageError(Exception):
-    """Bad input: main prints it as one line and exits with code 2."""
+    """Bad input: printed as one line, exit code 2."""
 
 
 # THE SEARCH SPACE: what a line of the YAML file is to the sampler -----------------------------------------------------
@@ -501,8 +501,7 @@ class Run:
             last_line = self.log_tail().rpartition("\n")[2]
             raise RunFailed(self.latest.get("exit_reason") or f"exit code {self.process.returncode}: {last_line}")
         if not len(self.rows):
-            have = ", ".join(sorted(self.latest)) or "nothing"
-            raise RunFailed(f"no {self.args.metric} in metrics.jsonl, which has {have}")
+            raise RunFailed(f"no {self.args.metric} in metrics.jsonl, which has {', '.join(sorted(self.latest))}")
         if not np.isfinite(self.rows[:, 2]).all():
             raise RunFailed(f"{self.args.metric} is not finite")
         if ending == "max cost":  # it had all the time there is, however long ago its last score was
@@ -548,11 +547,12 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
         interrupted = sweep.signals and ending != "max cost" and (ending or run.process.returncode)
         rows = None if interrupted else run.result(ending)
     except RunFailed as error:
-        if run.process.returncode == 2 and not any(map(curve_of, sweep.study.get_trials(deepcopy=False))):
+        refused, unscored = run.process.returncode == 2, not len(run.rows) and "episodic_return" in run.latest
+        if (refused or unscored) and not any(map(curve_of, sweep.study.get_trials(deepcopy=False))):
             sweep.signals.append(0)  # the others' arguments are as bad
             requeue(sweep.study, trial)
-            reason = run.log_tail().rpartition("error: ")[2]
-            raise UsageError(f"{args.script} refuses its arguments: {reason}") from error
+            reason = run.log_tail().rpartition("error: ")[2] if refused else f"{error}; try --metric episodic_return"
+            raise UsageError(f"{args.script}: {reason}") from error
         trial.set_user_attr("failure", str(error))
         trial.set_user_attr("log_tail", run.log_tail())
         raise

@@ -73,7 +73,8 @@ with (folder / "metrics.jsonl").open("w") as file:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(1000)
         if args.mode != "rare" or step in (1, 60):
-            print(json.dumps({"step": step, "time": 100 + 0.02 * step, "env/score": score}), file=file, flush=True)
+            key = "episodic_return" if args.mode == "episodes" else "env/score"
+            print(json.dumps({"step": step, "time": 100 + 0.02 * step, key: score}), file=file, flush=True)
         time.sleep(0.02)
     if args.mode != "old":
         print(json.dumps({"step": step, "time": 100 + 0.02 * step, "exit_reason": "completed"}), file=file)
@@ -710,9 +711,17 @@ def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another
     )
 
 
+def test_a_metric_that_no_line_has_ends_the_sweep_at_its_first_trial_and_another_goes_on(toy):
+    result = finish(toy_command("--num-trials", 3, "--", "--mode", "episodes"), toy, 2)
+    assert "error: toy.py: no env/score in metrics.jsonl, which has episodic_return, " in result.stderr
+    assert "; try --metric episodic_return" in result.stderr
+    finish(toy_command("--num-trials", 2, "--metric", "episodic_return", "--", "--mode", "episodes"), toy)
+    assert len(load(toy).get_trials(states=[TrialState.COMPLETE])) == 2
+
+
 def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy):
     result = finish(toy_command("--", "--mode", "refuses"), toy, 2)
-    assert "toy.py refuses its arguments: --env-id toy: unknown" in result.stderr and "Traceback" not in result.stderr
+    assert "error: toy.py: --env-id toy: unknown" in result.stderr and "Traceback" not in result.stderr
     finish(toy_command("--num-trials", 2, "--", "--mode", "good"), toy)  # nothing had worked, so this is no other study
     assert [trial.state for trial in load(toy).trials].count(TrialState.COMPLETE) == 2
 
