@@ -1,7 +1,7 @@
 """PPO with an LSTM on PufferLib's C environments: one file, one process, CPU or one GPU.
 
     python ppo_lstm_puffer.py --env-id breakout                    # train; a run is a folder in runs/
-    python ppo_lstm_puffer.py --env-id CartPole-v1 --num-envs 64   # any Gymnasium id; module:Name-v0 too
+    python ppo_lstm_puffer.py --env-id CartPole-v1 --num-envs 128  # any Gymnasium id; module:Name-v0 too
     python ppo_lstm_puffer.py --env-id breakout --env.frameskip 2  # an argument of the environment itself
     python ppo_lstm_puffer.py --config runs/<run>/config.yaml      # repeat a run; flags on the command line win
     python ppo_lstm_puffer.py --resume latest                      # go on after a crash, a kill or Ctrl-C
@@ -98,7 +98,7 @@ class Args:
     gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
     minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
+    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); a single one never clips
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
@@ -374,8 +374,8 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus, as sums weighted by `weight`.
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); the rest (T, B) float32. weight: 0, or 1 / the steps that
-    count in the whole minibatch; its parts are added, so every term is a weighted sum. Of these the advantages alone
-    have the importance weight. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    count in the whole minibatch; its parts are added, so every term is a weighted sum. Importance weights are in the
+    advantages, nowhere else. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
     """
     logits, values = agent.heads(hidden)
     logprobs, entropy = agent.evaluate_actions(logits, actions)
@@ -388,7 +388,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():
+    with torch.no_grad():  # to be logged, no more
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
         old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
@@ -468,7 +468,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
 
 # TRAINING -------------------------------------------------------------------------------------------------------------
 
-COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by these names, where it is worth it
+COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by compile_hot_functions
 
 
 def train(args: Args, resumed: dict | None = None) -> int:
@@ -478,7 +478,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
     envs = make_envs(args, seed_everything(args.seed + iteration))  # a resumed run draws other numbers
     T, N = args.num_steps, envs.num_agents
     batch_size = N * T
-    num_iterations = -(-args.total_timesteps // batch_size)
+    total_steps = -(-args.total_timesteps // batch_size) * batch_size
     if args.minibatch_size > batch_size:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch")
     if step >= args.total_timesteps:
@@ -518,8 +518,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
     def act_at(t: int, first: int, last: int):
         """Step t of the segment for some agents. Step T is for its value only and leaves h and c as they are."""
         rows = slice(first, last)
-        observation, done, numbers = (tensor[t, rows] for tensor in (observations, dones, noise))
-        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, numbers)
+        observation, done, noise_t = (tensor[t, rows] for tensor in (observations, dones, noise))
+        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, noise_t)
         actions[t, rows], logprobs[t, rows], values[t, rows], *state = results
         if t < T:
             h[rows], c[rows] = state
@@ -547,13 +547,13 @@ def train(args: Args, resumed: dict | None = None) -> int:
     with contextlib.closing(envs), Run(args, agent, optimizers, envs, resumed) as run:
         envs.reset()
         groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
-        while iteration < num_iterations and not run.stopping:
+        while step < total_steps and not run.stopping:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             start_h.copy_(h), start_c.copy_(c)
             noise.copy_(agent.sampling_noise(T + 1, N, device=device))
             for stored, weight in zip(lstm_weights, agent.lstm_weights()):
                 stored.copy_(weight.detach())
-            for t in range(T + 1):  # T steps, and v_T of the observation after them, which leaves the state as it is
+            for t in range(T + 1):  # and v_T, of the observation after them
                 for rows in groups:
                     if t > 0:
                         receive(t)
@@ -571,7 +571,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             run.lap("policy")
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
-            progress = iteration / num_iterations
+            progress = step / total_steps
             factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
             for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
@@ -591,7 +591,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             run.updated(iteration, step)
             if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
                 raise FloatingPointError(f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate")
-            last = iteration == num_iterations
+            last = step >= total_steps
             if iteration == 1 or iteration % args.log_interval == 0 or last:  # losses of this iteration alone
                 counted = valid[:T] > 0
                 unexplained, variance = rollout_advantages[counted].var(), rollout_returns[counted].var()
@@ -602,14 +602,14 @@ def train(args: Args, resumed: dict | None = None) -> int:
             # The next segment begins where this one ended.
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
             run.lap("log")
-        if iteration < num_iterations:
+        if step < total_steps:
             run.exit_reason = run.signum.name.lower() if run.signum else "time_limit"
             run.save_checkpoint()
     return 128 + run.signum if run.signum else 0
 
 
 # ======================================================================================================================
-# PLUMBING: nothing below is needed to understand the algorithm.
+# PLUMBING: not needed to understand the algorithm, but for what `Envs.receive` says of dones and valid.
 
 
 class UsageError(Exception):

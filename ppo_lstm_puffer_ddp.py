@@ -102,7 +102,7 @@ class Args:
     gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
     minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
+    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); a single one never clips
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
@@ -389,8 +389,8 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus, as sums weighted by `weight`.
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); the rest (T, B) float32. weight: 0, or 1 / the steps that
-    count in the whole minibatch; its parts are added, so every term is a weighted sum. Of these the advantages alone
-    have the importance weight. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    count in the whole minibatch; its parts are added, so every term is a weighted sum. Importance weights are in the
+    advantages, nowhere else. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
     """
     logits, values = agent.heads(hidden)
     logprobs, entropy = agent.evaluate_actions(logits, actions)
@@ -403,7 +403,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():
+    with torch.no_grad():  # to be logged, no more
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
         old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
@@ -483,7 +483,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
 
 # TRAINING -------------------------------------------------------------------------------------------------------------
 
-COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by these names, where it is worth it
+COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by compile_hot_functions
 
 
 def train(args: Args, resumed: dict | None = None, store: dist.Store | None = None) -> int:
@@ -498,7 +498,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     args, resumed, iteration, step = join_ranks(store or dist.HashStore(), args, resumed, iteration, step)
     T, N = args.num_steps, envs.num_agents  # of this rank
     batch_size = N * T * WORLD_SIZE
-    num_iterations = -(-args.total_timesteps // batch_size)
+    total_steps = -(-args.total_timesteps // batch_size) * batch_size
     if args.minibatch_size > batch_size:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch")
     if step >= args.total_timesteps:
@@ -545,8 +545,8 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     def act_at(t: int, first: int, last: int):
         """Step t of the segment for some agents. Step T is for its value only and leaves h and c as they are."""
         rows = slice(first, last)
-        observation, done, numbers = (tensor[t, rows] for tensor in (observations, dones, noise))
-        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, numbers)
+        observation, done, noise_t = (tensor[t, rows] for tensor in (observations, dones, noise))
+        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, noise_t)
         actions[t, rows], logprobs[t, rows], values[t, rows], *state = results
         if t < T:
             h[rows], c[rows] = state
@@ -587,13 +587,13 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     with contextlib.closing(envs), run, other_ranks():
         envs.reset()
         groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
-        while iteration < num_iterations and not stopped:
+        while step < total_steps and not stopped:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             start_h.copy_(h), start_c.copy_(c)
             noise.copy_(agent.sampling_noise(T + 1, N, device=device))
             for stored, weight in zip(lstm_weights, agent.lstm_weights()):
                 stored.copy_(weight.detach())
-            for t in range(T + 1):  # T steps, and v_T of the observation after them, which leaves the state as it is
+            for t in range(T + 1):  # and v_T, of the observation after them
                 for rows in groups:
                     if t > 0:
                         receive(t)
@@ -607,7 +607,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
             run.lap("policy")
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
-            progress = iteration / num_iterations
+            progress = step / total_steps
             factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
             for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
@@ -635,7 +635,7 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
                 raise FloatingPointError(f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate")
             if agreed[0] + agreed[1] > 1e-5 * agreed[0]:
                 raise FloatingPointError(f"the ranks' parameters have drifted apart by step {step}; unlike machines?")
-            last = iteration == num_iterations
+            last = step >= total_steps
             if iteration == 1 or iteration % args.log_interval == 0 or last:  # losses of this iteration alone
                 counted = valid[:T] > 0
                 unexplained, variance = gather_logs(envs, run, rollout_advantages[counted], rollout_returns[counted])
@@ -646,14 +646,14 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
             # The next segment begins where this one ended.
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
             run.lap("log")
-        if iteration < num_iterations:
+        if step < total_steps:
             run.exit_reason = run.signum.name.lower() if run.signum else "time_limit"
             run.save_checkpoint()
     return 128 + run.signum if run.signum else 0
 
 
 # ======================================================================================================================
-# PLUMBING: nothing below is needed to understand the algorithm.
+# PLUMBING: not needed to understand the algorithm, but for what `Envs.receive` says of dones and valid.
 
 
 class UsageError(Exception):

@@ -101,7 +101,7 @@ class Args:
     gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
     minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: Amount = 1.0  # gradient updates per batch, in passes over it (0.5: half as many minibatches)
+    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); a single one never clips
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
@@ -379,8 +379,8 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus, as sums weighted by `weight`.
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); the rest (T, B) float32. weight: 0, or 1 / the steps that
-    count in the whole minibatch; its parts are added, so every term is a weighted sum. Of these the advantages alone
-    have the importance weight. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    count in the whole minibatch; its parts are added, so every term is a weighted sum. Importance weights are in the
+    advantages, nowhere else. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
     """
     logits, values = agent.heads(hidden)
     logprobs, entropy = agent.evaluate_actions(logits, actions)
@@ -393,7 +393,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():
+    with torch.no_grad():  # to be logged, no more
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
         old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
@@ -484,7 +484,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
     if args.num_envs % hosts or envs.num_agents % (envs.num_groups * devices):
         raise UsageError(f"--num-envs {args.num_envs}: the agents that act at once do not split over the devices")
     batch_size = N * T
-    num_iterations = -(-args.total_timesteps // batch_size)
+    total_steps = -(-args.total_timesteps // batch_size) * batch_size
     if args.minibatch_size > batch_size:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch")
     if step >= args.total_timesteps:
@@ -528,8 +528,8 @@ def train(args: Args, resumed: dict | None = None) -> int:
     def act_at(t: int, first: int, last: int):
         """Step t of the segment for some agents. Step T is for its value only and leaves h and c as they are."""
         rows, at = slice(first, last), indices[t]
-        observation, done, numbers = (tensor[at, rows][0] for tensor in (observations, dones, noise))
-        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, numbers)
+        observation, done, noise_t = (tensor[at, rows][0] for tensor in (observations, dones, noise))
+        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, noise_t)
         actions[at, rows], logprobs[at, rows], values[at, rows], *state = results
         if t < T:
             h[rows], c[rows] = state
@@ -558,13 +558,13 @@ def train(args: Args, resumed: dict | None = None) -> int:
     with contextlib.closing(envs), Run(args, agent, optimizers, envs, resumed) as run:
         envs.reset()
         groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
-        while iteration < num_iterations and not put(np.ones(devices) * run.stopping).max():  # hosts stop together
+        while step < total_steps and not put(np.ones(devices) * run.stopping).max():  # hosts stop together
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             start_h.copy_(h), start_c.copy_(c)
             noise.copy_(agent.sampling_noise(T + 1, N))
             for stored, weight in zip(lstm_weights, agent.lstm_weights()):
                 stored.copy_(weight.detach())
-            for t in range(T + 1):  # T steps, and v_T of the observation after them, which leaves the state as it is
+            for t in range(T + 1):  # and v_T, of the observation after them
                 for rows in groups:
                     if t > 0:
                         receive(t)
@@ -579,7 +579,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             run.lap("policy")
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
-            progress = iteration / num_iterations
+            progress = step / total_steps
             factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
             for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
@@ -599,7 +599,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             run.updated(iteration, step)
             if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
                 raise FloatingPointError(f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate")
-            last = iteration == num_iterations
+            last = step >= total_steps
             if iteration == 1 or iteration % args.log_interval == 0 or last:  # losses of this iteration alone
                 counted = valid[:T] > 0
                 wanted = counted, rollout_advantages, rollout_returns
@@ -613,14 +613,14 @@ def train(args: Args, resumed: dict | None = None) -> int:
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
             torch_xla.sync()
             run.lap("log")
-        if iteration < num_iterations:
+        if step < total_steps:
             run.exit_reason = run.signum.name.lower() if run.signum else "time_limit"
             run.save_checkpoint()
     return 128 + run.signum if run.signum else 0
 
 
 # ======================================================================================================================
-# PLUMBING: nothing below is needed to understand the algorithm.
+# PLUMBING: not needed to understand the algorithm, but for what `Envs.receive` says of dones and valid.
 
 
 class UsageError(Exception):

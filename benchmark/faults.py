@@ -86,7 +86,7 @@ def wait_until(condition, seconds: float) -> bool:
 def sections(script: str) -> list[tuple[int, str]]:
     """The parts of the script's `train` as (first line, name), by the comments that are its landmarks."""
     marks = {"def train(": "start", "            # ROLLOUT": "rollout", "            # UPDATE": "update"}
-    marks |= {"            # LOGGING": "log", "        if iteration < ": "end"}
+    marks |= {"            # LOGGING": "log", "        if step < total_steps": "end"}
     lines = (ROOT / script).read_text().splitlines()
     return [(n, name) for n, line in enumerate(lines, 1) for mark, name in marks.items() if line.startswith(mark)]
 

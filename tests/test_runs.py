@@ -279,6 +279,17 @@ def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
     assert times == sorted(times), "time counts on"
 
 
+@pytest.mark.parametrize("times", [2, 0.5])
+def test_run_resumed_with_another_batch_size_goes_on_to_its_total(killed, tmp_path, times):
+    shutil.copytree(killed, tmp_path / "runs" / killed.name)
+    num_envs = int(times * yaml.safe_load((killed / "config.yaml").read_text())["num_envs"])
+    resumed = succeed("--resume", "latest", "--num-envs", num_envs, cwd=tmp_path, small=False)
+    assert 40 * STEPS <= checkpoint(resumed)["step"] < 40 * STEPS + times * STEPS
+    assert checkpoint(resumed)["iteration"] == 20 + 20 / times
+    rates = [row["learning_rate"] for row in read_metrics(resumed) if "learning_rate" in row]
+    assert rates == sorted(rates, reverse=True), "the schedule goes on where it was"
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_resumed_state_is_the_saved_one_but_for_what_flags_say(tmp_path, optimizer):
     run = succeed("--optimizer", optimizer, "--total-timesteps", 2 * STEPS, cwd=tmp_path)
