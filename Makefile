@@ -61,9 +61,10 @@ define install_rest
 	@touch $(1)/.installed
 endef
 
-# Without arguments, a GPU gets sizes of its own.
+# A GPU gets sizes of its own, unless ARGS has a configuration.
+GPU_SIZES = $(if $(shell command -v nvidia-smi),$(if $(filter --config% --resume%,$(ARGS)),,--config benchmark/configs/cuda.yaml))
 train: setup  ## train Breakout with the defaults, or on a GPU with benchmark/configs/cuda.yaml
-	$(PY) ppo_lstm_puffer.py $(or $(ARGS),$(if $(shell command -v nvidia-smi),--config benchmark/configs/cuda.yaml))
+	$(PY) ppo_lstm_puffer.py $(GPU_SIZES) $(ARGS)
 
 train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py $(ARGS)

@@ -378,6 +378,17 @@ def test_files_and_links_lead_somewhere(page):
     assert missing == []
 
 
+def test_links_of_the_reports_and_recipes_lead_somewhere():
+    pages = [*ROOT.glob("recipes/*.md"), *ROOT.glob("benchmark/**/*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    missing = [
+        (page, link)
+        for page, link in links
+        if "://" not in link and not (page.parent / link.partition("#")[0]).exists()
+    ]
+    assert len(links) > 50 and missing == []
+
+
 def test_every_page_is_linked_from_the_readme():
     assert [
         page.name

@@ -1,0 +1,92 @@
+"""What a step of an environment in Python costs, and what the script adds to it: a table in Markdown, two minutes.
+
+    PYTHONPATH=benchmark taskset -c 0 python benchmark/overhead.py                  # one core; the tasks below
+    taskset -c 0 python benchmark/overhead.py CartPole-v1 my_package:MyEnv-v0
+
+Microseconds per step of one environment among 64, random actions, the least of five rounds: Gymnasium's own loop,
+PufferLib's emulation of it (observations packed, episodes counted), and the script's `Envs` around that. The last column
+is a real run: what its phase `env` took (`Envs`, and the copies to tensors), the median of its log lines.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import gymnasium as gym
+import numpy as np
+import pufferlib.vector
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import ppo_lstm_puffer as ppo  # noqa: E402
+
+TASKS = "FrozenLake-v1", "CartPole-v1", "Pendulum-v1", "tasks:RepeatPreviousEasy-v0", "tasks:MemoryS7-v0"
+NUM_ENVS, STEPS, ROUNDS = 64, 128, 5
+
+
+def microseconds(step) -> float:
+    """The least of some rounds, per step of one environment. step(t): a step of all."""
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for t in range(STEPS):
+            step(t)
+        seconds.append(time.perf_counter() - begin)
+    return 1e6 * min(seconds) / STEPS / NUM_ENVS
+
+
+def measure(env_id: str) -> list[float]:
+    ppo.environment_class(env_id)  # imports a module that registers it
+    singles = [gym.make(env_id) for _ in range(NUM_ENVS)]
+    space = singles[0].action_space
+    actions = np.array([[space.sample() for _ in range(NUM_ENVS)] for _ in range(STEPS)])
+
+    def gymnasium_step(t: int):
+        for env, action in zip(singles, actions[t]):
+            _, _, terminated, truncated, _ = env.step(action)
+            if terminated or truncated:
+                env.reset()
+
+    for env in singles:
+        env.reset(seed=1)
+    made = microseconds(gymnasium_step)
+
+    vecenv = pufferlib.vector.make(ppo.environment_class(env_id), num_envs=NUM_ENVS, backend=pufferlib.vector.Serial)
+    vecenv.reset(1)
+    packed = microseconds(lambda t: vecenv.step(actions[t]))
+
+    envs = ppo.make_envs(ppo.Args(env_id=env_id, num_envs=NUM_ENVS, device="cpu"), 1)
+    envs.reset(), envs.receive()
+
+    def envs_step(t: int):
+        envs.send(actions[t].reshape(NUM_ENVS, -1)), envs.receive()
+        envs.logs.clear(), envs.episodes.clear()
+
+    around = microseconds(envs_step)
+    return [made, packed, around, in_training(env_id)]
+
+
+def in_training(env_id: str) -> float:
+    sizes = f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size 1024 --total-timesteps 40_960 --log-interval 1"
+    with tempfile.TemporaryDirectory() as folder:
+        words = f"ppo_lstm_puffer.py --env-id {env_id} {sizes} --no-compile --device cpu --output-dir {folder}"
+        subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
+        (path,) = pathlib.Path(folder).glob("*/metrics.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return float(np.median([1e6 * row["time/env"] / (NUM_ENVS * 64) for row in rows if "time/env" in row]))
+
+
+def main():
+    print("| environment | Gymnasium | PufferLib | `Envs` | in training | added to PufferLib's, of all |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for env_id in sys.argv[1:] or TASKS:
+        *others, whole = times = measure(env_id)
+        share = (whole - others[1]) / whole
+        print(f"| {env_id} | {' | '.join(f'{one:.1f}' for one in times)} | {share:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
