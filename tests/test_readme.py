@@ -378,6 +378,40 @@ def test_files_and_links_lead_somewhere(page):
     assert missing == []
 
 
+# README's figures, and the words of the report in benchmark/reports that each is taken from.
+FIGURES = {
+    "cpu-bf16": {
+        "**70 to 125**, 5 of 5 seeds | 45 s | 301 s": ("91 s (69.6 to 125, n = 5)", "45 s (37.1 to 75.6, n = 5) against 301 s"),
+        "171,000 (1.49 times)": ("| ours | 171,237 (", "| 1.49 times ("),
+        "283,000 (2.47 times) | 115,000": ("| ours, PuffeRL's sizes | 283,298 (", "| 2.47 times (", "| PuffeRL 3.0.0 | 114,837 ("),
+        "25,000 on AVX-512 BF16; Sample Factory 45,000": ("(SB3-contrib) | 24,770 (", "| Sample Factory | 45,375 ("),
+    },
+    "cpu-amx": {
+        "173 to 180, 3 of 3 | 69 s | not in 407 s": ("178 s (173 to 180, n = 3)", "| 69.3 s (66.7 to 70.3, n = 3)", "its end | 407 |"),
+        "97,000 (1.02)": ("| ours | 97,474 (", "| 1.02 times ("),
+        "177,000 (1.81) | 98,000": ("| ours, PuffeRL's sizes | 176,595 (", "| 1.81 times (", "| PuffeRL 3.0.0 | 97,503 ("),
+    },
+    "cpu-avx2": {
+        "458 to 497, 3 of 3 | 150 s | 884 s": ("462 s (458 to 497, n = 3)", "| 150 s (127 to 150, n = 3) against 884 s"),
+        "48,000 \\* (1.09, 95 % interval 0.91 to 1.15)": ("| ours | 48,377 (", "| 1.09 times (0.914 to 1.15, n = 3)"),
+        "66,000 \\* (1.55) | 42,000": ("| ours, PuffeRL's sizes | 65,796 (", "| 1.55 times (", "| PuffeRL 3.0.0 | 42,205 ("),
+        "makes 10,400 steps/s on AVX2": ("(SB3-contrib) | 10,430 (",),
+    },
+    "learning": {
+        "0.10 to 0.22 of its time": ("| 0.0986 |\n| pacman", "| 0.221 |\n| drone", "of the time or less: 8 of 8:"),
+        "on seven and even on Pong": ("| pong | -21 | 21 (21 to 21, n = 3) | 21 (21 to 21, n = 2)", "Worse: none."),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("report", FIGURES)
+def test_figures_are_those_of_the_reports(report):
+    text = re.sub(r"\s+", " ", PAGES[ROOT / "README.md"])
+    source = (ROOT / "benchmark/reports" / report / "report.md").read_text()
+    assert [words for words in FIGURES[report] if words not in text] == []
+    assert [words for taken in FIGURES[report].values() for words in taken if words not in source] == []
+
+
 def test_links_of_the_reports_and_recipes_lead_somewhere():
     pages = [*ROOT.glob("recipes/*.md"), *ROOT.glob("benchmark/**/*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
