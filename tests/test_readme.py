@@ -9,6 +9,7 @@ reader's are in STANDS_FOR. What cannot be run here is in ELSEWHERE with the rea
 import argparse
 import ast
 import dataclasses
+import os
 import pathlib
 import re
 import runpy
@@ -429,6 +430,18 @@ def test_every_page_is_linked_from_the_readme():
         for page in PAGES
         if page.parent.name == "docs" and f"docs/{page.name}" not in PAGES[ROOT / "README.md"]
     ] == []
+
+
+@pytest.mark.parametrize(
+    "given, sizes", [("", True), ("--env-id pong", True), ("--config=x", False), ("--resume x", False)]
+)
+def test_make_train_takes_the_sizes_of_a_gpu_unless_a_configuration_is_given(tmp_path, given, sizes):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    words = ["make", "-n", "-o", "setup", "train", f"ARGS={given}"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    line = subprocess.run(words, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True).stdout
+    assert ("--config benchmark/configs/cuda.yaml" in line) == sizes and line.rstrip().endswith(given)
 
 
 def test_places_to_change_exist():
