@@ -61,8 +61,9 @@ define install_rest
 	@touch $(1)/.installed
 endef
 
-# A GPU gets sizes of its own, unless ARGS has a configuration.
-GPU_SIZES = $(if $(shell command -v nvidia-smi),$(if $(filter --config% --resume%,$(ARGS)),,--config benchmark/configs/cuda.yaml))
+# A GPU gets sizes of its own, unless ARGS has a configuration, another environment or sizes.
+OTHERS := --config% --resume% --env-id% --device% --num-envs% --num-steps% --minibatch-size%
+GPU_SIZES = $(if $(shell command -v nvidia-smi),$(if $(filter $(OTHERS),$(ARGS)),,--config benchmark/configs/cuda.yaml))
 train: setup  ## train Breakout with the defaults, or on a GPU with benchmark/configs/cuda.yaml
 	$(PY) ppo_lstm_puffer.py $(GPU_SIZES) $(ARGS)
 

@@ -98,7 +98,7 @@ class Args:
     gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
     minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
     max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); a single one never clips
+    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); one alone clips nothing
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
@@ -388,7 +388,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():  # to be logged, no more
+    with torch.no_grad():  # for the log
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
         old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
@@ -478,7 +478,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
     envs = make_envs(args, seed_everything(args.seed + iteration))  # a resumed run draws other numbers
     T, N = args.num_steps, envs.num_agents
     batch_size = N * T
-    total_steps = -(-args.total_timesteps // batch_size) * batch_size
+    total_steps = step - (step - args.total_timesteps) // batch_size * batch_size  # rounded up
     if args.minibatch_size > batch_size:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch")
     if step >= args.total_timesteps:
@@ -553,7 +553,7 @@ def train(args: Args, resumed: dict | None = None) -> int:
             noise.copy_(agent.sampling_noise(T + 1, N, device=device))
             for stored, weight in zip(lstm_weights, agent.lstm_weights()):
                 stored.copy_(weight.detach())
-            for t in range(T + 1):  # and v_T, of the observation after them
+            for t in range(T + 1):  # the last for v_T alone
                 for rows in groups:
                     if t > 0:
                         receive(t)

@@ -61,20 +61,19 @@ class Args:
     space: str = str(pathlib.Path(__file__).parent / "benchmark/sweeps/default.yaml")
     """the search space, a YAML file: argument: [choices] or {distribution, min, max}"""
     metric: str = "env/score"  # any key of metrics.jsonl (Gymnasium: episodic_return)
-    direction: Literal["maximize", "minimize"] = "maximize"  # which way the metric is better
-    num_trials: int = 60  # finished trials in the study, those before a restart and those of other processes included
+    direction: Literal["maximize", "minimize"] = "maximize"  # of the metric
+    num_trials: int = 60  # finished trials in the study, those of other processes and before a restart included
     max_cost_seconds: float = 300.0  # a run is stopped after so many seconds of training, and counts as far as it came
-    workers: int = 1  # trials at once, among which the cores are divided, and several GPUs
+    workers: int = 1  # trials at once; cores and GPUs are divided among them
     confirm_seeds: int = 3  # fresh seeds for the three best trials at the end: the best mean wins (0: as it was)
     pruning: bool = True  # stop a trial that is worse, at the same cost, than three quarters of ten complete or more
     sampler: Literal["protein", "gp", "tpe", "random"] = "protein"
-    """protein: the one below; the others are Optuna's own, which see the score only"""
-    seed: int = 1  # seed of the sampler; trial n trains with seed + n
+    """protein: the one below; the others are Optuna's, which see the score only"""
+    seed: int = 1  # the sampler's; trial n trains with seed + n
     hang_seconds: float = 600.0  # a run without a new line in metrics.jsonl for so long has failed; compiling counts
-    study_name: str | None = None  # name of the study and of its folder; default: <env>__<script>
+    study_name: str | None = None  # of the study and its folder; default: <env>__<script>
     output_dir: str = "sweeps"  # the study's folder goes here
-    storage: str | None = None
-    """an SQL database, postgresql://user@host/name; default: study.db (SQLite) in the study's folder"""
+    storage: str | None = None  # an SQL database, postgresql://user@host/name; default: study.db in the study's folder
     fixed: tyro.conf.Suppress[tuple[str, ...]] = ()  # after --: for the script; they win over the space
 
 
@@ -501,7 +500,8 @@ class Run:
             last_line = self.log_tail().rpartition("\n")[2]
             raise RunFailed(self.latest.get("exit_reason") or f"exit code {self.process.returncode}: {last_line}")
         if not len(self.rows):
-            raise RunFailed(f"no {self.args.metric} in metrics.jsonl, which has {', '.join(sorted(self.latest))}")
+            have = ", ".join(sorted(self.latest)) or "nothing"
+            raise RunFailed(f"no {self.args.metric} in metrics.jsonl, which has {have}") from KeyError(self.args.metric)
         if not np.isfinite(self.rows[:, 2]).all():
             raise RunFailed(f"{self.args.metric} is not finite")
         if ending == "max cost":  # it had all the time there is, however long ago its last score was
@@ -547,11 +547,11 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
         interrupted = sweep.signals and ending != "max cost" and (ending or run.process.returncode)
         rows = None if interrupted else run.result(ending)
     except RunFailed as error:
-        refused, unscored = run.process.returncode == 2, not len(run.rows) and "episodic_return" in run.latest
-        if (refused or unscored) and not any(map(curve_of, sweep.study.get_trials(deepcopy=False))):
+        unscored = isinstance(error.__cause__, KeyError) and "episodic_return" in run.latest
+        if (unscored or run.process.returncode == 2) and not any(map(curve_of, sweep.study.get_trials(deepcopy=False))):
             sweep.signals.append(0)  # the others' arguments are as bad
             requeue(sweep.study, trial)
-            reason = run.log_tail().rpartition("error: ")[2] if refused else f"{error}; try --metric episodic_return"
+            reason = f"{error}; try --metric episodic_return" if unscored else run.log_tail().rpartition("error: ")[2]
             raise UsageError(f"{args.script}: {reason}") from error
         trial.set_user_attr("failure", str(error))
         trial.set_user_attr("log_tail", run.log_tail())

@@ -4,8 +4,8 @@
     taskset -c 0 python benchmark/overhead.py CartPole-v1 my_package:MyEnv-v0
 
 Microseconds per step of one environment among 64, random actions, the least of five rounds: Gymnasium's own loop,
-PufferLib's emulation of it (observations packed, episodes counted), and the script's `Envs` around that. The last column
-is a real run: what its phase `env` took (`Envs`, and the copies to tensors), the median of its log lines.
+PufferLib's emulation of it (observations packed, episodes counted), and the script's `Envs` around that. `In
+training` is a real run: what its phase `env` took (`Envs`, and the copies to tensors), the median of its log lines.
 """
 
 import json

@@ -436,12 +436,13 @@ def test_every_page_is_linked_from_the_readme():
 
 
 @pytest.mark.parametrize(
-    "given, sizes", [("", True), ("--env-id pong", True), ("--config=x", False), ("--resume x", False)]
+    "given, sizes",
+    [("", True), ("--seed 2", True), ("--env-id pong", False), ("--config=x", False), ("--resume x", False)],
 )
-def test_make_train_takes_the_sizes_of_a_gpu_unless_a_configuration_is_given(tmp_path, given, sizes):
+def test_make_train_takes_the_sizes_of_a_gpu_unless_others_are_given(tmp_path, given, sizes):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    words = ["make", "-n", "-o", "setup", "train", f"ARGS={given}"]
+    words = ["make", "-n", "--no-print-directory", "-o", "setup", "train", f"ARGS={given}"]
     path = f"{tmp_path}:{os.environ['PATH']}"
     line = subprocess.run(words, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True).stdout
     assert ("--config benchmark/configs/cuda.yaml" in line) == sizes and line.rstrip().endswith(given)

@@ -62,7 +62,7 @@ with (folder / "metrics.jsonl").open("w") as file:
         step += 1
         score = args.x * step + args.seed / 1000 + 100 * (args.seed == args.lucky)
         if step == 5:
-            if args.mode == "crash":
+            if args.mode.endswith("crash"):
                 raise RuntimeError("the environment broke")
             if args.mode == "diverge":
                 print(json.dumps({"step": step, "time": 100.0, "exit_reason": "diverged: losses not finite"}), file=file, flush=True)
@@ -73,7 +73,7 @@ with (folder / "metrics.jsonl").open("w") as file:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(1000)
         if args.mode != "rare" or step in (1, 60):
-            key = "episodic_return" if args.mode == "episodes" else "env/score"
+            key = "episodic_return" if args.mode.startswith("episodes") else "env/score"
             print(json.dumps({"step": step, "time": 100 + 0.02 * step, key: score}), file=file, flush=True)
         time.sleep(0.02)
     if args.mode != "old":
@@ -717,6 +717,11 @@ def test_a_metric_that_no_line_has_ends_the_sweep_at_its_first_trial_and_another
     assert "; try --metric episodic_return" in result.stderr
     finish(toy_command("--num-trials", 2, "--metric", "episodic_return", "--", "--mode", "episodes"), toy)
     assert len(load(toy).get_trials(states=[TrialState.COMPLETE])) == 2
+
+
+def test_a_crash_before_the_first_score_is_a_failure_as_any_other(toy):
+    finish(toy_command("--num-trials", 2, "--", "--mode", "episodes, then a crash"), toy)
+    assert ["environment broke" in trial.user_attrs["failure"] for trial in load(toy).trials] == [True, True]
 
 
 def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy):
