@@ -8,7 +8,6 @@ PufferLib's emulation of it (observations packed, episodes counted), and the scr
 training` is a real run: what its phase `env` took (`Envs`, and the copies to tensors), the median of its log lines.
 """
 
-import json
 import pathlib
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 import gymnasium as gym
 import numpy as np
 import pufferlib.vector
+from run import read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -74,9 +74,8 @@ def in_training(env_id: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = f"ppo_lstm_puffer.py --env-id {env_id} {sizes} --no-compile --device cpu --output-dir {folder}"
         subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
-        (path,) = pathlib.Path(folder).glob("*/metrics.jsonl")
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return float(np.median([1e6 * row["time/env"] / (NUM_ENVS * 64) for row in rows if "time/env" in row]))
+        rows, _ = read_rows(folder)
+    return float(np.median([1e6 * row["time/env"] / (NUM_ENVS * 64) for row in rows]))
 
 
 def main():

@@ -367,15 +367,20 @@ def test_flags_in_the_text_exist():
     assert {flag for flag in flags if flag not in known and not flag.startswith("--env")} == set()
 
 
+def links_of(page: pathlib.Path) -> list[str]:
+    """The targets of its links to files of this repository."""
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [link for link in links if not link.startswith("http")]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_links_lead_somewhere(page):
     text = PAGES[page]
     spans = [span for span in code_spans(text) if re.fullmatch(r"[\w.-]+/[\w./-]+\.(py|md|yaml|sh|patch|txt)", span)]
     missing = [span for span in spans if not span.startswith(("runs/", "sweeps/")) and not (ROOT / span).exists()]
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, anchor = target.partition("#")
-        assert not anchor or target.startswith("http"), "pages are short: link to the page"
-        missing += [target] * (not target.startswith("http") and not (page.parent / path).exists())
+    for target in links_of(page):
+        assert "#" not in target, "pages are short: link to the page"
+        missing += [target] * (not (page.parent / target).exists())
     assert missing == []
 
 
@@ -418,13 +423,8 @@ def test_figures_are_those_of_the_reports(report):
 
 def test_links_of_the_reports_and_recipes_lead_somewhere():
     pages = [*ROOT.glob("recipes/*.md"), *ROOT.glob("benchmark/**/*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
-    missing = [
-        (page, link)
-        for page, link in links
-        if "://" not in link and not (page.parent / link.partition("#")[0]).exists()
-    ]
-    assert len(links) > 50 and missing == []
+    links = [page.parent / link.partition("#")[0] for page in pages for link in links_of(page)]
+    assert len(links) > 50 and [link for link in links if not link.exists()] == []
 
 
 def test_every_page_is_linked_from_the_readme():
