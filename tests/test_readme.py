@@ -456,3 +456,16 @@ def test_places_to_change_exist():
         for name in re.findall(r"`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])
     ]
     assert len(names) > 5 and [name for name in names if not hasattr(ppo, name) and "(" not in name] == []
+
+
+def test_an_installation_that_does_not_fit_the_disk_is_refused_before_it_begins(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=1_500_000_000)\n"
+    )
+    done = subprocess.run(
+        ["make", "setup", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}"],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode, "the installation began"
+    assert re.search(rf"{tmp_path}/venv needs \d GB, this disk has 1.5 left", done.stderr)
+    assert not (tmp_path / "venv").exists()
