@@ -4,6 +4,7 @@
     python benchmark/run.py benchmark/plans/ablations.yaml --out benchmark/reports/ablations
 
 reset: the LSTM's state runs on across the ends of episodes, in rollout and in training
+carry: it is set to zero at the start of every segment, in rollout and in training
 bootstrap: the advantage of a segment's last step is 0, as in PuffeRL: no value of the observation after the segment
 vtrace: advantages take the ratio as 1 (generalized advantage estimation); values are still the newest
 
@@ -32,6 +33,12 @@ def without_reset():
     ppo.lstm_forward, ppo.lstm_backward = lstm_forward, lstm_backward  # by these names they are compiled
 
 
+def without_carry():
+    source, line = pathlib.Path(ppo.__file__).read_text(), "start_h.copy_(h), start_c.copy_(c)"
+    assert source.count(line) == 1, f"the script no longer has: {line}"
+    exec(source.replace(line, "start_h.copy_(h.zero_()), start_c.copy_(c.zero_())"), vars(ppo))
+
+
 def without_bootstrap():
     compute = ppo.compute_advantages
 
@@ -50,7 +57,7 @@ def without_vtrace():
     ppo.compute_advantages = compute_advantages
 
 
-PARTS = {"reset": without_reset, "bootstrap": without_bootstrap, "vtrace": without_vtrace}
+PARTS = {"reset": without_reset, "carry": without_carry, "bootstrap": without_bootstrap, "vtrace": without_vtrace}
 
 
 def main() -> int:

@@ -183,5 +183,27 @@ class FarReward(Episode):
         return self.observe(), float(over and self.choice == self.cue), over, False, {}
 
 
-for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward, FarReward):
+class HiddenStart(Episode):
+    """The first press (action 1) of an episode is worth 1 in its step number `when`, counted from 0, and nothing in any other.
+
+    The observation is always zero, and an episode ends after `when` + 1 to 16 steps, drawn anew: only a state that begins with
+    the episode can count its steps. 1 is perfect. Whoever does not know where episodes begin gets 1 / (`when` + 1) at best, by
+    pressing each so many steps.
+    """
+
+    def __init__(self, when: int = 3):
+        self.when = when
+        self.observation_space, self.action_space = Box(0, 1, (1,), np.float32), Discrete(2)
+
+    def begin(self):
+        self.pressed, self.length = False, int(self.np_random.integers(self.when + 1, 17))
+
+    def step(self, action):
+        reward = float(action == 1 and not self.pressed and self.t == self.when)
+        self.pressed |= action == 1
+        self.t += 1
+        return self.observe(), reward, self.t == self.length, False, {}
+
+
+for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward, FarReward, HiddenStart):
     gym.register(f"{environment.__name__}-v0", entry_point=environment)
