@@ -3,16 +3,17 @@
     PYTHONPATH=benchmark taskset -c 0 python benchmark/overhead.py                  # one core; the tasks below
     taskset -c 0 python benchmark/overhead.py CartPole-v1 my_package:MyEnv-v0
 
-Microseconds per step of one environment among 64, random actions, the least of five rounds: Gymnasium's own loop,
-PufferLib's emulation of it (observations packed, episodes counted), and the script's `Envs` around that. `In
-training` is a real run: what its phase `env` took (`Envs`, and the copies to tensors), the median of its log lines.
+Microseconds per step of one environment among 64. Random actions, the least of five rounds: Gymnasium's own loop, and
+PufferLib's emulation of it (observations packed, episodes counted). In training, of a real run: what PufferLib's `send`
+and `recv` took, and all of the phase `env`. The difference is the script's: dones, returns, logs, copies to tensors.
 """
 
+import contextlib
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 
 import gymnasium as gym
 import numpy as np
@@ -58,32 +59,42 @@ def measure(env_id: str) -> list[float]:
     vecenv.reset(1)
     packed = microseconds(lambda t: vecenv.step(actions[t]))
 
-    envs = ppo.make_envs(ppo.Args(env_id=env_id, num_envs=NUM_ENVS, device="cpu"), 1)
-    envs.reset(), envs.receive()
-
-    def envs_step(t: int):
-        envs.send(actions[t].reshape(NUM_ENVS, -1)), envs.receive()
-        envs.logs.clear(), envs.episodes.clear()
-
-    around = microseconds(envs_step)
-    return [made, packed, around, in_training(env_id)]
+    return [made, packed, *in_training(env_id)]
 
 
-def in_training(env_id: str) -> float:
-    sizes = f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size 1024 --total-timesteps 40_960 --log-interval 1"
-    with tempfile.TemporaryDirectory() as folder:
-        words = f"ppo_lstm_puffer.py --env-id {env_id} {sizes} --no-compile --device cpu --output-dir {folder}"
-        subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
-        rows, _ = read_rows(folder)
-    return float(np.median([1e6 * row["time/env"] / (NUM_ENVS * 64) for row in rows]))
+def in_training(env_id: str) -> tuple[float, float]:
+    """Per step of a real run: PufferLib's part, and the whole of the phase `env`."""
+    spent = 0.0
+
+    def timed(method):
+        def call(*given):
+            nonlocal spent
+            begin = time.perf_counter()
+            result = method(*given)
+            spent += time.perf_counter() - begin
+            return result
+
+        return call
+
+    sizes = f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size 1024 --total-timesteps 61_440 --log-interval 1"
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
+        for name in ("send", "recv"):
+            method = timed(getattr(pufferlib.vector.Serial, name))
+            patches.enter_context(unittest.mock.patch.object(pufferlib.vector.Serial, name, method))
+        patches.enter_context(contextlib.redirect_stdout(sys.stderr))
+        words = f"--env-id {env_id} {sizes} --no-compile --device cpu --output-dir {folder}"
+        ppo.train(*ppo.parse_args(words.split()))
+        rows, last = read_rows(folder)
+    seconds = spent, sum(row["time/env"] for row in rows)
+    return tuple(1e6 * part / last["step"] for part in seconds)
 
 
 def main():
-    print("| environment | Gymnasium | PufferLib | `Envs` | in training | added to PufferLib's, of all |")
+    print("| environment | Gymnasium | PufferLib | in training: PufferLib | and all of `env` | the script's, of all |")
     print("| --- | --- | --- | --- | --- | --- |")
     for env_id in sys.argv[1:] or TASKS:
         *others, whole = times = measure(env_id)
-        share = (whole - others[1]) / whole
+        share = (whole - others[-1]) / whole
         print(f"| {env_id} | {' | '.join(f'{one:.1f}' for one in times)} | {share:.0%} |", flush=True)
 
 

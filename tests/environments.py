@@ -186,17 +186,20 @@ class FarReward(Episode):
 class HiddenStart(Episode):
     """The first press (action 1) of an episode is worth 1 in its step number `when`, counted from 0, and nothing in any other.
 
-    The observation is always zero, and an episode ends after `when` + 1 to 16 steps, drawn anew: only a state that begins with
+    The observation is zero, and an episode ends after `when` + 1 to 16 steps, drawn anew: only a state that begins with
     the episode can count its steps. 1 is perfect. Whoever does not know where episodes begin gets 1 / (`when` + 1) at best, by
-    pressing each so many steps.
+    pressing each so many steps. With `shown` the first observation is 1.
     """
 
-    def __init__(self, when: int = 3):
-        self.when = when
+    def __init__(self, when: int = 3, shown: bool = False):
+        self.when, self.shown = when, shown
         self.observation_space, self.action_space = Box(0, 1, (1,), np.float32), Discrete(2)
 
     def begin(self):
         self.pressed, self.length = False, int(self.np_random.integers(self.when + 1, 17))
+
+    def observe(self):
+        return np.full(1, self.shown and self.t == 0, np.float32)
 
     def step(self, action):
         reward = float(action == 1 and not self.pressed and self.t == self.when)
@@ -207,3 +210,4 @@ class HiddenStart(Episode):
 
 for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward, FarReward, HiddenStart):
     gym.register(f"{environment.__name__}-v0", entry_point=environment)
+gym.register("ShownStart-v0", entry_point=HiddenStart, kwargs={"shown": True})
