@@ -76,13 +76,13 @@ def in_training(env_id: str) -> tuple[float, float]:
 
         return call
 
-    sizes = f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size 1024 --total-timesteps 61_440 --log-interval 1"
+    sizes = f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size {16 * NUM_ENVS} --log-interval 1"
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
         for name in ("send", "recv"):
             method = timed(getattr(pufferlib.vector.Serial, name))
             patches.enter_context(unittest.mock.patch.object(pufferlib.vector.Serial, name, method))
         patches.enter_context(contextlib.redirect_stdout(sys.stderr))
-        words = f"--env-id {env_id} {sizes} --no-compile --device cpu --output-dir {folder}"
+        words = f"--env-id {env_id} {sizes} --total-timesteps {15 * 64 * NUM_ENVS} --no-compile --device cpu --output-dir {folder}"
         ppo.train(*ppo.parse_args(words.split()))
         rows, last = read_rows(folder)
     seconds = spent, sum(row["time/env"] for row in rows)

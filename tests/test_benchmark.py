@@ -21,6 +21,7 @@ sys.path.append(str(ROOT / "benchmark/peers"))
 import ablate
 import ceiling
 import kernels as kernel_table
+import overhead
 import peer
 import report
 import run
@@ -397,6 +398,12 @@ def test_ceiling_measures_products(tmp_path, monkeypatch):
     row = run.read_rows(tmp_path)[1]
     assert all(speeds["bfloat16"] > 0 and speeds["float32"] > 0 for speeds in row["ceiling"].values())
     assert {tuple(product["shape"]) for product in row["products"]} == {(64, 64, 64), (32, 64, 128)}
+
+
+def test_overhead_is_what_the_phase_has_beyond_pufferlibs_own_calls(monkeypatch):
+    monkeypatch.setattr(overhead, "NUM_ENVS", 8), monkeypatch.setattr(overhead, "STEPS", 8)
+    gymnasium_alone, pufferlib_alone, inside, whole = overhead.measure("CartPole-v1")
+    assert 0 < gymnasium_alone and 0 < pufferlib_alone and 0 < inside < whole
 
 
 # Ablations: what is taken out is out, and nothing else.
