@@ -30,26 +30,30 @@ INSTALL = $(if $(UV),uv pip install --quiet --python $(1)/bin/python,$(PIP))
 
 # Without an NVIDIA driver the CPU build of torch, where pip is set up to find it; otherwise the index's default (CUDA).
 $(VENV)/.installed: requirements.txt install_pufferlib.sh
-	$(call make_venv,$(VENV),14,$(if $(shell command -v nvidia-smi),9,2))
+	$(call make_venv,$(VENV),14,3)
 	@if ! command -v nvidia-smi >/dev/null && $(call PIP,$(VENV)) "torch==$(TORCH)+cpu" 2>/dev/null; \
 		then echo "torch $(TORCH), CPU build"; \
-		else $(call INSTALL,$(VENV)) "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
+		else $(call room,$(VENV),9) && $(call INSTALL,$(VENV)) "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
 	$(call install_rest,$(VENV))
 
-setup-xla: $(VENV_XLA)/.installed  ## make .venv-xla with torch_xla and the torch that it needs (8 GB)
+setup-xla: $(VENV_XLA)/.installed  ## make .venv-xla with torch_xla and the torch that it needs (9 GB)
 
 $(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh
-	$(call make_venv,$(VENV_XLA),13,8, by torch_xla $(TORCH_XLA))
+	$(call make_venv,$(VENV_XLA),13,10, by torch_xla $(TORCH_XLA))
 	@$(call INSTALL,$(VENV_XLA)) "torch==$(TORCH_XLA)" "torch_xla$(if $(TPU),[tpu])==$(TORCH_XLA)"
 	$(call install_rest,$(VENV_XLA))
 
-# A virtual environment of $(3) GB, for Python 3.10 up to 3.$(2).
+# Refuses to begin an installation in $(1), unless one is complete there, that the disk has no $(2) GB for.
+room = test -e $(1)/.installed || $(PYTHON) -c 'import pathlib, shutil, sys; parents = pathlib.Path("$(1)").absolute().parents; \
+	free = shutil.disk_usage(next(filter(pathlib.Path.exists, parents))).free / 1e9; \
+	sys.exit(free < $(2) and f"$(1) needs $(2) GB to be installed, this disk has {free:.1f} left")'
+
+# A virtual environment that takes $(3) GB to install, for Python 3.10 up to 3.$(2).
 define make_venv
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON); on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $(2)))' || \
 		{ echo "$$($(PYTHON) --version) found, 3.10 to 3.$(2) needed$(4); name one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
-	@test -d $(1) || $(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage(".").free / 1e9; \
-		sys.exit(free < $(3) and f"$(1) needs $(3) GB, this disk has {free:.1f} left")'
+	@$(call room,$(1),$(3))
 	@command -v gcc >/dev/null || { echo "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
 	@test -x $(1)/bin/python || $(if $(UV),uv venv --quiet --seed --python "$$(command -v $(PYTHON))",$(PYTHON) -m venv) $(1) || \
 		{ rm -rf $(1); echo "could not make $(1); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }

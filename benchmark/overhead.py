@@ -1,6 +1,6 @@
 """What a step of an environment in Python costs, and what the script adds to it: a table in Markdown, two minutes.
 
-    PYTHONPATH=benchmark taskset -c 0 python benchmark/overhead.py                  # one core; the tasks below
+    taskset -c 0 python benchmark/overhead.py                  # one core; the tasks below
     taskset -c 0 python benchmark/overhead.py CartPole-v1 my_package:MyEnv-v0
 
 Microseconds per step of one environment among 64. Random actions, the least of five rounds: Gymnasium's own loop, and
@@ -90,7 +90,9 @@ def in_training(env_id: str) -> tuple[float, float]:
 
 
 def main():
-    print("| environment | Gymnasium | PufferLib | in training: PufferLib | and all of `env` | the script's, of all |")
+    print(
+        "| environment | Gymnasium | PufferLib | in training: PufferLib | and all of `env` | the script's, of `env` |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     for env_id in sys.argv[1:] or TASKS:
         *others, whole = times = measure(env_id)

@@ -187,8 +187,8 @@ class HiddenStart(Episode):
     """The first press (action 1) of an episode is worth 1 in its step number `when`, counted from 0, and nothing in any other.
 
     The observation is zero, and an episode ends after `when` + 1 to 16 steps, drawn anew: only a state that begins with
-    the episode can count its steps. 1 is perfect. Whoever does not know where episodes begin gets 1 / (`when` + 1) at best, by
-    pressing each so many steps. With `shown` the first observation is 1.
+    the episode can count its steps. 1 is perfect. Who does not know where episodes begin gets 1 / (`when` + 1) at best, by
+    pressing in every step of that number. With `shown` the first observation is 1.
     """
 
     def __init__(self, when: int = 3, shown: bool = False):

@@ -403,10 +403,10 @@ def test_ceiling_measures_products(tmp_path, monkeypatch):
 def test_overhead_is_what_the_phase_has_beyond_pufferlibs_own_calls(monkeypatch):
     monkeypatch.setattr(overhead, "NUM_ENVS", 8), monkeypatch.setattr(overhead, "STEPS", 8)
     gymnasium_alone, pufferlib_alone, inside, whole = overhead.measure("CartPole-v1")
-    assert 0 < gymnasium_alone and 0 < pufferlib_alone and 0 < inside < whole
+    assert min(gymnasium_alone, pufferlib_alone) > 0 and pufferlib_alone / 2 < inside < whole
 
 
-# Ablations: what is taken out is out, and nothing else.
+# Ablations: what is taken out is out, and nothing else (`carry` executes the module anew: in tests/test_learning.py, in a process of its own).
 
 
 @pytest.fixture
