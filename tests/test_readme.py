@@ -410,6 +410,9 @@ FIGURES = {
         "21, 200 and 0.97 after 56, 32 and 77 s": ("| 55.8 (55 to 57.6, n = 3) |", "| 31.6 (30.3 to 31.7, n = 3) |", "| 76.8 (72.9 to 78.8, n = 3) |"),
         "on seven and even on Pong": ("| pong | -21 | 21 (21 to 21, n = 3) | 21 (21 to 21, n = 2)", "Worse: none."),
     },
+    "memory": {
+        "On ten of them this one": ("n = 3) | 0.927 (0.382 to 1, n = 3) |", "| ours | 0.898 | 0.851 to 0.936 |"),
+    },
     "ablations": {
         "1.00 of 1 after seven seconds": ("| 0.996 (0.994 to 0.998, n = 3) |", "| 7.08 (6.83 to 7.12, n = 3) |"),
         "scores 0.10 after six times the steps, and 0.97": ("| 0.0977 (", "| 0.504 (0.504 to 0.504, n = 3) |", "| 0.97 (0.966 to 0.97, n = 3) |"),
