@@ -44,9 +44,9 @@ $(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh
 	$(call install_rest,$(VENV_XLA))
 
 # Refuses to begin an installation in $(1), unless one is complete there, that the disk has no $(2) GB for.
-room = test -e $(1)/.installed || $(PYTHON) -c 'import pathlib, shutil, sys; parents = pathlib.Path("$(1)").absolute().parents; \
-	free = shutil.disk_usage(next(filter(pathlib.Path.exists, parents))).free / 1e9; \
-	sys.exit(free < $(2) and f"$(1) needs $(2) GB to be installed, this disk has {free:.1f} left")'
+room = test -e $(1)/.installed || $(PYTHON) -c 'import pathlib, shutil, sys; path = pathlib.Path("$(1)").absolute(); \
+	free = shutil.disk_usage(next(filter(pathlib.Path.exists, (path, *path.parents)))).free / 1e9; \
+	sys.exit(free < $(2) and f"$(1) needs $(2) GB to be installed, this disk has {free:.1f} left; or remove what is half installed")'
 
 # A virtual environment that takes $(3) GB to install, for Python 3.10 up to 3.$(2).
 define make_venv

@@ -381,7 +381,7 @@ def tasks_section(cells: list[dict], published: dict) -> str:
             normal[name] = (np.array([runs[:fewest] for runs in each]).T - low) / (high - low)
     return f"""The highest mean of the scores logged within 50,000 steps, of the returns of all episodes while training (POPGym's \
 measure).
-Bold: the best of the programs, or within 1 % of the way to it.
+In the table median, least and most; bold: by its mean the best of the programs, or within 1 % of the way to it.
 
 {table(head, rows)}
 The interquartile mean over all tasks and runs, with a stratified bootstrap interval (Agarwal et al. 2021). 0 is the \

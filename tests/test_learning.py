@@ -69,9 +69,9 @@ def test_hidden_start_is_solved(tmp_path):
     assert final(newest_run(tmp_path), "episodic_return") >= 0.95
 
 
-@pytest.mark.parametrize("part, least, most", [("reset", 0.05, 0.3), ("carry", 0.6, 0.85)])
+@pytest.mark.parametrize("part, least, most", [("reset", 0.05, 0.3), ("carry", 0.6, 0.82)])
 def test_hidden_start_is_not_solved_without_reset_or_carry(tmp_path, part, least, most):
-    # At best 0.25 without knowing where episodes begin, and 0.75 when segments of 12 cut three episodes before their fourth step.
+    # At best 0.25 without knowing where episodes begin, and 0.75 where a segment's end, each 12 steps, falls before the fourth step.
     ablated = ROOT / "benchmark/ablate.py"
     result = run_script("--without", part, *HIDDEN_START, cwd=tmp_path, small=False, script=ablated)
     assert result.returncode == 0, result.stderr
