@@ -56,7 +56,7 @@ define make_venv
 	@$(call room,$(1),$(3))
 	@command -v gcc >/dev/null || { echo "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"; exit 1; }
 	@test -x $(1)/bin/python || $(if $(UV),uv venv --quiet --seed --python "$$(command -v $(PYTHON))",$(PYTHON) -m venv) $(1) || \
-		{ rm -rf $(1); echo "could not make $(1); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
+		{ rm -f $(1)/bin/python; echo "could not make $(1); on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
 	@echo "installing requirements into $(1)"
 	@$(INSTALL) "pip==26.3" "setuptools==80.9.0" wheel  # the pip of Python 3.10 (23.0) did not come to an end with the requirements
 endef
