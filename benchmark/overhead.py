@@ -1,4 +1,4 @@
-"""What a step of an environment in Python costs, and what the script adds to it: a table in Markdown, two minutes.
+"""What a step of an environment in Python costs, and what the script adds to it: a table in Markdown, 40 seconds.
 
     taskset -c 0 python benchmark/overhead.py                  # one core; the tasks below
     taskset -c 0 python benchmark/overhead.py CartPole-v1 my_package:MyEnv-v0

@@ -40,8 +40,8 @@ NAMES = {
 COLORS = {"ours": "#0072B2", "two_ranks": "#56B4E9", "pufferl": "#D55E00", "sb3": "#009E73"}
 COLORS |= {"sample_factory": "#CC79A7"}
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
-SCORES = {"breakout": (100, 200, 380, 400, 850), "environments:CueRecall-v0": (0.5, 0.95)}
-SCORES |= dict.fromkeys(("environments:HiddenStart-v0", "environments:ShownStart-v0"), (0.5, 0.95))
+SCORES = {"breakout": (100, 200, 380, 400, 850)}
+SCORES |= {f"environments:{task}-v0": (0.5, 0.95) for task in ("CueRecall", "HiddenStart", "ShownStart")}
 # What is promised, by instruction set: the defaults' steady speed by PuffeRL's, that of PuffeRL's sizes, percent of the
 # ceiling, the share of PuffeRL's seconds to a score of 380, seconds to solve Breakout.
 PROMISED = {"AVX2": (1.3, 2, 50, 0.3, 300)}

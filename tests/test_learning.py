@@ -16,8 +16,8 @@ CARTPOLE = [
     "--ent-coef", "0.01", "--prio-alpha", "0",
 ]  # fmt: skip
 RECALL = [
-    *TRAIN, "--num-envs", "32", "--num-steps", "12", "--minibatch-size", "192", "--update-epochs", "2", "--gamma", "0.95", "--learning-rate", "0.03", "--ent-coef", "0.01",
-    "--vf-coef", "2", "--prio-alpha", "0",
+    *TRAIN, "--num-envs", "32", "--num-steps", "12", "--minibatch-size", "192", "--update-epochs", "2", "--gamma", "0.95",
+    "--learning-rate", "0.03", "--ent-coef", "0.01", "--vf-coef", "2", "--prio-alpha", "0",
 ]  # fmt: skip
 CUE_RECALL = [*RECALL, "--env-id", "environments:CueRecall-v0", "--total-timesteps", "50000"]
 # Nothing shows where an episode begins: one task for the state's reset at episode ends, and for its carry between segments.

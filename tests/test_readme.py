@@ -412,7 +412,7 @@ FIGURES = {
     },
     "ablations": {
         "1.00 of 1 after seven seconds": ("| 0.996 (0.994 to 0.998, n = 3) |", "| 7.08 (6.83 to 7.12, n = 3) |"),
-        "is at 0.95 as early": ("| million steps to 0.95 | 0.0518 (0.0518 to 0.0518, n = 3) |", "| 0.041 (0.041 to 0.0451, n = 3) |"),
+        "is at 0.95 a little earlier": ("| million steps to 0.95 | 0.0518 (0.0518 to 0.0518, n = 3) |", "| 0.041 (0.041 to 0.0451, n = 3) |"),
         "scores 0.10 after six times the steps, and 0.97": ("| 0.0977 (", "| 0.504 (0.504 to 0.504, n = 3) |", "| 0.97 (0.966 to 0.97, n = 3) |"),
     },
 }  # fmt: skip
