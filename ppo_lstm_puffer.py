@@ -77,28 +77,50 @@ class Args:
 
     exp_name: str = "ppo_lstm_puffer"  # name of this experiment
     seed: Natural = 1  # of everything: Python, numpy, torch, the C environments, the workers
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to train; auto: CUDA where there is a GPU
+    device: Literal["auto", "cpu", "cuda"] = (
+        "auto"  # where to train; auto: CUDA where there is a GPU
+    )
     output_dir: str = "runs"  # the folder that runs are written to
-    track: bool = False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
+    track: bool = (
+        False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
+    )
     # Environment
     env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
-    num_envs: Count = 512  # environments stepped in parallel (an environment may hold several agents)
-    num_workers: Natural | None = None  # worker processes; None: 0, on a GPU most cores; even: double-buffered
-    clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
+    num_envs: Count = (
+        512  # environments stepped in parallel (an environment may hold several agents)
+    )
+    num_workers: Natural | None = (
+        None  # worker processes; None: 0, on a GPU most cores; even: double-buffered
+    )
+    clip_rewards: bool = (
+        True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
+    )
     # Algorithm
-    total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them
+    total_timesteps: Count = (
+        20_000_000  # steps over all agents; the learning rate is annealed over them
+    )
     learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
-    optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
+    optimizer: Literal["muon", "adam"] = (
+        "muon"  # Muon for matrices with Adam for the rest, or Adam for all
+    )
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal: Literal["exponential", "linear", "constant"] = "exponential"  # learning rates fall: to 1/64, to 0, or not
+    anneal: Literal["exponential", "linear", "constant"] = (
+        "exponential"  # learning rates fall: to 1/64, to 0, or not
+    )
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
     gamma: Fraction = 0.99  # discount factor
     gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
-    minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
-    max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); one alone clips nothing
+    minibatch_size: Count = (
+        2048  # steps per gradient update: minibatch_size / num_steps whole segments
+    )
+    max_minibatch_size: Count = (
+        32768  # above this many steps a minibatch is split, and gradients are accumulated
+    )
+    update_epochs: Amount = (
+        1.0  # updates per batch, in passes over it (0.5: half as many); one alone clips nothing
+    )
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
@@ -111,18 +133,30 @@ class Args:
     prio_beta0: Fraction = 0.2  # first exponent of the importance weights, annealed to 1
     # Network and speed
     hidden_size: Count = 128  # width of the encoder and of the LSTM
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is the faster
+    precision: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of products; auto: bfloat16 where it is the faster
+    )
     compile: bool = True  # torch.compile the policy step and the update (needs a C++ compiler); eager always works
-    cuda_graphs: bool = True  # on a GPU: record the policy step and the update as CUDA graphs, and replay them
+    cuda_graphs: bool = (
+        True  # on a GPU: record the policy step and the update as CUDA graphs, and replay them
+    )
     # Run
-    time_limit: Amount | None = None  # stop after so many seconds of training, resumes included, compiling not
+    time_limit: Amount | None = (
+        None  # stop after so many seconds of training, resumes included, compiling not
+    )
     log_interval: Count = 10  # iterations between two log lines
     checkpoint_interval: Count = 100  # iterations between two checkpoints
     keep_checkpoints: Count = 3  # how many of the last checkpoints to keep
-    config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags on the command line win
+    config: str | None = (
+        None  # a YAML file of arguments, such as a run's config.yaml; flags on the command line win
+    )
     resume: str | None = None  # go on with a run: its folder, or latest
-    load_weights: str | None = None  # start from these weights: a model_*.pt of ours, or a .pt of PufferLib's
-    profile: bool = False  # write a trace of some iterations to the run's folder (for Perfetto or TensorBoard)
+    load_weights: str | None = (
+        None  # start from these weights: a model_*.pt of ours, or a .pt of PufferLib's
+    )
+    profile: bool = (
+        False  # write a trace of some iterations to the run's folder (for Perfetto or TensorBoard)
+    )
 
 
 # ALGO LOGIC: the network ----------------------------------------------------------------------------------------------
@@ -141,11 +175,19 @@ class Agent(nn.Module):
     learned, state-independent standard deviation. Parameters have PufferLib's names: files fit both ways.
     """
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden_size: int, precision="float32"):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        hidden_size: int,
+        precision="float32",
+    ):
         super().__init__()
         shape, self.dtype = observation_space.shape, getattr(torch, precision)
         # An image is uint8, of 36 x 36 pixels or more: the smallest that the convolutions take.
-        self.image = observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
+        self.image = (
+            observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
+        )
         self.channels_last = self.image and len(shape) == 3 and shape[2] <= 4
         self.continuous = isinstance(action_space, gym.spaces.Box)
         self.action_dtype = torch.float32 if self.continuous else torch.int64
@@ -156,13 +198,17 @@ class Agent(nn.Module):
                 layers += [layer_init(nn.Conv2d(x.shape[1], channels, size, stride)), nn.ReLU()]
                 x = layers[-2](x)
             x, layers = x.flatten(1), [*layers, nn.Flatten()]
-        self.policy.encoder = nn.Sequential(*layers, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU())
+        self.policy.encoder = nn.Sequential(
+            *layers, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU()
+        )
         if self.continuous:
             self.num_logits = int(np.prod(action_space.shape))
             self.policy.decoder_mean = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
             self.policy.decoder_logstd = nn.Parameter(torch.zeros(1, self.num_logits))
         else:
-            self.nvec = np.ravel(getattr(action_space, "nvec", getattr(action_space, "n", None))).tolist()
+            self.nvec = np.ravel(
+                getattr(action_space, "nvec", getattr(action_space, "n", None))
+            ).tolist()
             self.num_logits = sum(self.nvec)
             self.policy.decoder = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
         self.policy.value = layer_init(nn.Linear(hidden_size, 1), std=1.0)
@@ -170,7 +216,9 @@ class Agent(nn.Module):
         self.lstm = nn.ParameterDict(list(nn.LSTM(hidden_size, hidden_size).named_parameters()))
         for name, parameter in self.lstm.items():
             nn.init.orthogonal_(parameter, 1.0) if "weight" in name else nn.init.zeros_(parameter)
-        self.cell = nn.ParameterDict({name.removesuffix("_l0"): parameter for name, parameter in self.lstm.items()})
+        self.cell = nn.ParameterDict(
+            {name.removesuffix("_l0"): parameter for name, parameter in self.lstm.items()}
+        )
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to (batch, features), or images to (batch, C, H, W) in [0, 1]."""
@@ -183,8 +231,12 @@ class Agent(nn.Module):
         """Observations (T, N, *obs) of any dtype to features (T, N, hidden) in the compute dtype."""
         x = self.flatten(observations.flatten(0, 1)).to(self.dtype)
         # Parameters are cast by hand: with torch.autocast inside, a function would be compiled anew in every process.
-        weights = {name: weight.to(self.dtype) for name, weight in self.policy.encoder.named_parameters()}
-        return torch.func.functional_call(self.policy.encoder, weights, x).view(*observations.shape[:2], -1)
+        weights = {
+            name: weight.to(self.dtype) for name, weight in self.policy.encoder.named_parameters()
+        }
+        return torch.func.functional_call(self.policy.encoder, weights, x).view(
+            *observations.shape[:2], -1
+        )
 
     def lstm_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[W_ih | W_hh] (4H, 2H) in the compute dtype, b_ih + b_hh (4H) float32: one product per step, not two."""
@@ -199,10 +251,16 @@ class Agent(nn.Module):
 
     def sampling_noise(self, *shape: int, device=None, deterministic: bool = False) -> torch.Tensor:
         """(*shape, num_logits) for `sample`: standard normal or Exponential(1); a constant if deterministic."""
-        noise = torch.full((*shape, self.num_logits), 0.0 if self.continuous else 1.0, device=device)
-        return noise if deterministic else noise.normal_() if self.continuous else noise.exponential_()
+        noise = torch.full(
+            (*shape, self.num_logits), 0.0 if self.continuous else 1.0, device=device
+        )
+        return (
+            noise if deterministic else noise.normal_() if self.continuous else noise.exponential_()
+        )
 
-    def sample(self, logits: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        self, logits: torch.Tensor, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Actions (..., actions) and their log-probabilities (...), by noise (..., num_logits)."""
         if self.continuous:
             actions = logits + self.policy.decoder_logstd.exp() * noise
@@ -211,10 +269,14 @@ class Agent(nn.Module):
             actions = torch.stack([score.argmax(-1) for score in scores], -1)
         return actions, self.evaluate_actions(logits, actions)[0]
 
-    def evaluate_actions(self, logits: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def evaluate_actions(
+        self, logits: torch.Tensor, actions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability (...) of the joint action (..., actions), and the policy's entropy (...)."""
         if self.continuous:
-            normal = torch.distributions.Normal(logits, self.policy.decoder_logstd.exp(), validate_args=False)
+            normal = torch.distributions.Normal(
+                logits, self.policy.decoder_logstd.exp(), validate_args=False
+            )
             return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
         logprob, entropy = 0.0, 0.0
         for part, action in zip(logits.split(self.nvec, -1), actions.unbind(-1)):
@@ -291,13 +353,20 @@ class LSTM(torch.autograd.Function):
         dones, weight, inputs, *saved = ctx.saved_tensors
         T, N, H = doutputs.shape
         weight_ih, weight_hh = weight[:, :-H], weight[:, -H:].contiguous()
-        parts = zip(doutputs.split(UNROLL), saved[: len(saved) // 2], saved[len(saved) // 2 :], dones.split(UNROLL))
+        parts = zip(
+            doutputs.split(UNROLL),
+            saved[: len(saved) // 2],
+            saved[len(saved) // 2 :],
+            dones.split(UNROLL),
+        )
         dh, dc, dgates = torch.zeros_like(saved[-1][0]), torch.zeros_like(saved[-1][0]), []
         for doutput, gates, cells, resets in reversed([*parts]):
             steps, dh, dc = lstm_backward(doutput, dh, dc, gates, cells, resets, weight_hh)
             dgates.insert(0, steps)
         dgates = torch.cat(dgates).flatten(0, 1)
-        dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(0)  # sums bfloat16 ten times faster than sum()
+        dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(
+            0
+        )  # sums bfloat16 ten times faster than sum()
         dx = torch.mm(dgates, weight_ih).view(T, N, -1)
         return dx, None, None, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
 
@@ -337,7 +406,9 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     priorities = priorities + 1e-6 * priorities.mean() + 1e-12  # all advantages zero: uniform
     largest = priorities.sort(descending=True).values
     rest = largest.flip(0).cumsum(0).flip(0)  # the sum of each and all smaller ones
-    certain = ((k - torch.arange(N, device=rest.device)) * largest > rest).sum()  # so many have q = 1
+    certain = (
+        (k - torch.arange(N, device=rest.device)) * largest > rest
+    ).sum()  # so many have q = 1
     inclusion = (priorities * (k - certain) / rest[certain[None]]).clamp(max=1)
     order = uniform[:N].argsort()
     line = inclusion[order].double().cumsum(0)
@@ -357,7 +428,11 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     all_advantages = compute_advantages(values, rewards, dones, valid[:-1], ratio, *discounts)
     k = args.minibatch_size // args.num_steps
     segments, importance = sample_segments(all_advantages, uniform, k, args.prio_alpha, beta)
-    advantages, values, weight = all_advantages[:, segments], values[:-1, segments], valid[:-1, segments]
+    advantages, values, weight = (
+        all_advantages[:, segments],
+        values[:-1, segments],
+        valid[:-1, segments],
+    )
     returns = advantages + values
     weight = weight / weight.sum().clamp_min(1)
     if args.norm_adv:
@@ -367,7 +442,16 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
 
 
 # PuffeRL's names: old_approx_kl is the mean of -log ratio, importance the mean ratio.
-LOSSES = "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "importance", "grad_norm"
+LOSSES = (
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "old_approx_kl",
+    "approx_kl",
+    "clipfrac",
+    "importance",
+    "grad_norm",
+)
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_values, weight, args):
@@ -381,7 +465,9 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     logprobs, entropy = agent.evaluate_actions(logits, actions)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
-    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages)
+    surrogate = torch.min(
+        ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages
+    )
     policy_loss = -(weight * surrogate).sum()
     clipped = old_values + (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
     value_error = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
@@ -392,21 +478,29 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
         old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
-        losses = torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac, mean_ratio))
+        losses = torch.stack(
+            (policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac, mean_ratio)
+        )
     return loss, logratio.detach(), values.detach(), losses
 
 
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations.index_select(1, segments))  # [:, segments] takes two to four times as long
-    hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
+    features = agent.encode(
+        observations.index_select(1, segments)
+    )  # [:, segments] takes two to four times as long
+    hidden = LSTM.apply(
+        features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights()
+    )
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
     """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns actions, logprobs, values, h, c."""
-    hidden, h, c, *_ = lstm_forward(agent.encode(observations[None]), h, c, dones[None], weight, bias)
+    hidden, h, c, *_ = lstm_forward(
+        agent.encode(observations[None]), h, c, dones[None], weight, bias
+    )
     logits, values = agent.heads(hidden[0])
     return *agent.sample(logits, noise), values, h, c
 
@@ -419,7 +513,9 @@ def newton_schulz(updates: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tall = updates.shape[1] > updates.shape[2]
     x = (updates.mT if tall else updates).to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    if dtype == torch.float32 and x.device.type == "cpu":  # on CUDA it may be TF32, which has not the digits either
+    if (
+        dtype == torch.float32 and x.device.type == "cpu"
+    ):  # on CUDA it may be TF32, which has not the digits either
         gram = x @ x.mT
         product = identity = torch.eye(gram.shape[1], device=x.device).expand_as(gram)
         for _ in range(5):
@@ -444,49 +540,80 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         group, same_shape = self.param_groups[0], defaultdict(list)
         for parameter in group["params"]:
-            buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            buffer = self.state[parameter].setdefault(
+                "momentum_buffer", torch.zeros_like(parameter)
+            )
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
             same_shape[parameter.shape].append((parameter, update))
-        for (rows, columns), pairs in same_shape.items():  # one batched product: the LSTM's two matrices
-            updates = newton_schulz(torch.stack([update for _, update in pairs]), self.dtype).float()
-            for (parameter, _), update in zip(pairs, updates * (group["lr"] * max(1, rows / columns) ** 0.5)):
+        for (
+            rows,
+            columns,
+        ), pairs in same_shape.items():  # one batched product: the LSTM's two matrices
+            updates = newton_schulz(
+                torch.stack([update for _, update in pairs]), self.dtype
+            ).float()
+            for (parameter, _), update in zip(
+                pairs, updates * (group["lr"] * max(1, rows / columns) ** 0.5)
+            ):
                 parameter.sub_(update)
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
     """Muon for matrices with Adam for the rest, or Adam for all. Learning rates are tensors, for CUDA graphs."""
     parameters, device = dict(agent.named_parameters()), agent.policy.value.weight.device
-    lr, adam_lr = (torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate))
-    adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda")
+    lr, adam_lr = (
+        torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate)
+    )
+    adam = functools.partial(
+        torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda"
+    )
     if args.optimizer == "adam":
         return [adam(parameters.values(), lr=lr, betas=(args.momentum, 0.999))]
-    matrices = [name for name, parameter in parameters.items() if parameter.ndim == 2 and "logstd" not in name]
+    matrices = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.ndim == 2 and "logstd" not in name
+    ]
     muon = Muon([parameters.pop(name) for name in matrices], lr, args.momentum, agent.dtype)
     return [muon, adam(parameters.values(), lr=adam_lr)]
 
 
 # TRAINING -------------------------------------------------------------------------------------------------------------
 
-COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by compile_hot_functions
+COMPILED = (
+    "act",
+    "lstm_forward",
+    "lstm_backward",
+    "draw_minibatch",
+    "ppo_loss",
+)  # by compile_hot_functions
 
 
 def train(args: Args, resumed: dict | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
     device = torch.device(args.device)
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
-    envs = make_envs(args, seed_everything(args.seed + iteration))  # a resumed run draws other numbers
+    envs = make_envs(
+        args, seed_everything(args.seed + iteration)
+    )  # a resumed run draws other numbers
     T, N = args.num_steps, envs.num_agents
     batch_size = N * T
     total_steps = step - (step - args.total_timesteps) // batch_size * batch_size  # rounded up
     if args.minibatch_size > batch_size:
-        raise UsageError(f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch")
+        raise UsageError(
+            f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch"
+        )
     if step >= args.total_timesteps:
         raise UsageError(f"--resume: complete, at {step} steps; give a larger --total-timesteps")
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
 
-    set_up_device(args, envs)  # before the first weights: they differ in bits by the number of threads
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
+    set_up_device(
+        args, envs
+    )  # before the first weights: they differ in bits by the number of threads
+    agent = Agent(
+        envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision
+    ).to(device)
     optimizers = make_optimizers(agent, args)
     load_state(agent, optimizers, args, resumed)
     if args.compile:
@@ -494,7 +621,9 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid become row 0 of the
     # next, its values are the bootstrap, its actions and logprobs count for nothing.
-    observations = torch.zeros((T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device)
+    observations = torch.zeros(
+        (T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device
+    )
     actions = torch.zeros((T + 1, N, envs.num_actions), dtype=agent.action_dtype, device=device)
     dones, valid, logprobs, values = (torch.zeros((T + 1, N), device=device) for _ in range(4))
     rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(2))
@@ -507,7 +636,9 @@ def train(args: Args, resumed: dict | None = None) -> int:
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
         agents, observation, reward, done, counts = envs.receive()
-        observations[t, agents].copy_(torch.as_tensor(observation), non_blocking=True)  # no wait for a GPU
+        observations[t, agents].copy_(
+            torch.as_tensor(observation), non_blocking=True
+        )  # no wait for a GPU
         numbers = torch.as_tensor(np.stack((done, counts, reward)))  # one copy, not three
         dones[t, agents], valid[t, agents], reward = numbers.to(device, non_blocking=True)
         if t > 0:
@@ -527,11 +658,17 @@ def train(args: Args, resumed: dict | None = None) -> int:
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         """Draws a minibatch and takes an optimizer step. Returns the advantages of all segments, and LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        *drawn, advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        *drawn, advantages = draw_minibatch(
+            values, rewards, dones, valid, ratio, uniform, beta, args
+        )
         batch, sums = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T]), 0
         agent.zero_grad()
-        for segments, *chunk in zip(*(tensor.split(args.max_minibatch_size // T, dim=-1) for tensor in drawn)):
-            loss, logratio, newvalues, losses = minibatch_loss(agent, *batch, segments, *chunk, args=args)
+        for segments, *chunk in zip(
+            *(tensor.split(args.max_minibatch_size // T, dim=-1) for tensor in drawn)
+        ):
+            loss, logratio, newvalues, losses = minibatch_loss(
+                agent, *batch, segments, *chunk, args=args
+            )
             loss.backward()
             ratio[:, segments], values[:T, segments] = logratio.exp(), newvalues
             sums += losses
@@ -542,11 +679,16 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
     # A function without arguments for each step and group of agents, so that each can be a CUDA graph of its own.
     record = Recorded if args.cuda_graphs and args.device != "cpu" else lambda function: function
-    update, act_of = record(update), functools.cache(lambda *which: record(functools.partial(act_at, *which)))
+    update, act_of = (
+        record(update),
+        functools.cache(lambda *which: record(functools.partial(act_at, *which))),
+    )
 
     with contextlib.closing(envs), Run(args, agent, optimizers, envs, resumed) as run:
         envs.reset()
-        groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
+        groups = [
+            receive(0) for _ in range(envs.num_groups)
+        ]  # which agents act together; two are double-buffered
         while step < total_steps and not run.stopping:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             start_h.copy_(h), start_c.copy_(c)
@@ -572,30 +714,50 @@ def train(args: Args, resumed: dict | None = None) -> int:
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
             progress = step / total_steps
-            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
-            for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
+            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[
+                args.anneal
+            ]
+            for optimizer, learning_rate in zip(
+                optimizers, (args.learning_rate, args.adam_learning_rate)
+            ):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
             beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
             ratio.fill_(1), statistics.zero_()
             rollout_values = values[:T].clone()
             for minibatch in range(num_minibatches):
                 advantages, losses = update()
-                if minibatch == 0:  # those of the policy that acted; a CUDA graph writes there again
-                    rollout_advantages, rollout_returns = advantages.clone(), advantages + rollout_values
+                if (
+                    minibatch == 0
+                ):  # those of the policy that acted; a CUDA graph writes there again
+                    rollout_advantages, rollout_returns = (
+                        advantages.clone(),
+                        advantages + rollout_values,
+                    )
                 statistics += losses
-            losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # the one read: waits for the device
+            losses = dict(
+                zip(LOSSES, (statistics / num_minibatches).tolist())
+            )  # the one read: waits for the device
             iteration, step = iteration + 1, step + batch_size
             run.lap("update")
 
             # LOGGING, CHECKPOINT
             run.updated(iteration, step)
             if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
-                raise FloatingPointError(f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate")
+                raise FloatingPointError(
+                    f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate"
+                )
             last = step >= total_steps
-            if iteration == 1 or iteration % args.log_interval == 0 or last:  # losses of this iteration alone
+            if (
+                iteration == 1 or iteration % args.log_interval == 0 or last
+            ):  # losses of this iteration alone
                 counted = valid[:T] > 0
-                unexplained, variance = rollout_advantages[counted].var(), rollout_returns[counted].var()
-                losses["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else 0.0
+                unexplained, variance = (
+                    rollout_advantages[counted].var(),
+                    rollout_returns[counted].var(),
+                )
+                losses["explained_variance"] = (
+                    float(1 - unexplained / variance) if variance > 0 else 0.0
+                )
                 run.log(losses, args.learning_rate * factor)
             if iteration % args.checkpoint_interval == 0 or last:
                 run.save_checkpoint()
@@ -643,12 +805,21 @@ def set_up_device(args: Args, envs: "Envs"):
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
         buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
-        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
+        torch.cuda.cudart().cudaHostRegister(
+            buffer.ctypes.data, buffer.nbytes, 0
+        )  # pinned: copies do not wait
     steps = min(args.minibatch_size, args.max_minibatch_size)
-    gflop = 6e-9 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
+    gflop = (
+        6e-9
+        * steps
+        * args.hidden_size
+        * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
+    )
     share = 0.5 if args.precision == "float32" else 2 if fast_bfloat16(args.device) == "AMX" else 1
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(round(gflop / share), joblib.cpu_count(only_physical_cores=True))))
+        torch.set_num_threads(
+            max(1, min(round(gflop / share), joblib.cpu_count(only_physical_cores=True)))
+        )
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
@@ -658,7 +829,9 @@ def fast_bfloat16(device: str) -> str | None:
     """What here multiplies bfloat16 faster than float32; None if nothing does."""
     if device == "cuda":
         return "CUDA" if torch.cuda.get_device_capability() >= (8, 0) else None
-    able = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9, which torch_xla needs, has none
+    able = getattr(
+        torch.cpu, "get_capabilities", dict
+    )()  # torch 2.9, which torch_xla needs, has none
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's bfloat16"}
     return next((name for key, name in names.items() if able.get(key)), None)
 
@@ -678,9 +851,13 @@ def compile_hot_functions():
     try:
         cpp_builder.get_cpp_compiler()
     except Exception:
-        return warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
+        return warn(
+            "no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++"
+        )
     run_compiler, cpp_builder._run_compile_cmd = cpp_builder._run_compile_cmd, compile_then_rename
-    config.cpp.simdlen = cpu_vec_isa.pick_vec_isa().bit_width()  # into the cache's key: no AVX-512 code on AVX2
+    config.cpp.simdlen = (
+        cpu_vec_isa.pick_vec_isa().bit_width()
+    )  # into the cache's key: no AVX-512 code on AVX2
     for name in COMPILED:
         globals()[name] = torch.compile(globals()[name], dynamic=False)
 
@@ -688,17 +865,26 @@ def compile_hot_functions():
 class Recorded:
     """A function that works in place on the same tensors at every call: a CUDA graph from the fourth one on."""
 
-    pool = functools.cache(torch.cuda.graph_pool_handle)  # one for all graphs: they are replayed in turn
+    pool = functools.cache(
+        torch.cuda.graph_pool_handle
+    )  # one for all graphs: they are replayed in turn
 
     def __init__(self, function):
-        self.function, self.calls, self.graph, self.results = function, 0, torch.cuda.CUDAGraph(), None
+        self.function, self.calls, self.graph, self.results = (
+            function,
+            0,
+            torch.cuda.CUDAGraph(),
+            None,
+        )
 
     def __call__(self):
         self.calls += 1
         if self.calls < 4:  # what it compiles and allocates once is no part of the graph
             return self.function()
         if self.calls == 4:
-            with torch.cuda.graph(self.graph, Recorded.pool(), torch.cuda.current_stream(), "thread_local"):
+            with torch.cuda.graph(
+                self.graph, Recorded.pool(), torch.cuda.current_stream(), "thread_local"
+            ):
                 self.results = self.function()
         self.graph.replay()
         return self.results
@@ -715,19 +901,35 @@ class Envs:
         vecenv.initialized = True  # no check of the first actions: it takes all to begin at 0
         self.processes, self.received = getattr(vecenv, "processes", []), []
         if self.processes:
-            atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the workers
+            atexit.register(
+                self.close
+            )  # before multiprocessing's own handler, which would wait for the workers
             signal.signal(signal.SIGCHLD, self.check_workers)
-        self.num_groups = vecenv.num_agents // getattr(vecenv, "agents_per_batch", vecenv.num_agents)
-        self.single_action_space, space = vecenv.single_action_space, vecenv.single_observation_space
+        self.num_groups = vecenv.num_agents // getattr(
+            vecenv, "agents_per_batch", vecenv.num_agents
+        )
+        self.single_action_space, space = (
+            vecenv.single_action_space,
+            vecenv.single_observation_space,
+        )
         self.emulated, self.structure, shape = bool(vecenv.emulated), None, space.shape
-        if self.emulated and (dtype := vecenv.driver_env.obs_dtype).names:  # Dict and Tuple arrive as packed bytes
+        if (
+            self.emulated and (dtype := vecenv.driver_env.obs_dtype).names
+        ):  # Dict and Tuple arrive as packed bytes
             self.structure = dtype
             shape = structured_to_unstructured(np.zeros(1, dtype)).shape[1:]
         if self.structure or space.dtype == np.float64:
             space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
-        self.single_observation_space, self.torch_dtype = space, torch.as_tensor(np.zeros(1, space.dtype)).dtype
-        self.num_actions = int(np.prod(self.single_action_space.shape))  # a Discrete space has shape (), and one action
-        self.ended = np.ones(self.num_agents, bool)  # the episode is over: the next observation begins another
+        self.single_observation_space, self.torch_dtype = (
+            space,
+            torch.as_tensor(np.zeros(1, space.dtype)).dtype,
+        )
+        self.num_actions = int(
+            np.prod(self.single_action_space.shape)
+        )  # a Discrete space has shape (), and one action
+        self.ended = np.ones(
+            self.num_agents, bool
+        )  # the episode is over: the next observation begins another
         self.returns, self.lengths = np.zeros(self.num_agents), np.zeros(self.num_agents, int)
         self.episodes = []  # (agent, return, length) of each that finished
         self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
@@ -735,7 +937,9 @@ class Envs:
     def check_workers(self, *_):
         for i, process in enumerate(self.processes):
             if process.exitcode is not None:
-                raise SystemExit(f"error: environment worker {i} (pid {process.pid}) ended: {process.exitcode}")
+                raise SystemExit(
+                    f"error: environment worker {i} (pid {process.pid}) ended: {process.exitcode}"
+                )
 
     def reset(self):
         self.check_workers()
@@ -754,11 +958,15 @@ class Envs:
             self.received.append(self.vecenv.w_slice)
         agents = slice(int(ids[0]), int(ids[-1]) + 1)
         ended = np.logical_or(terminals, truncations)
-        acted = ~self.ended[agents]  # False at the first observation of all, and after an end that `send` reset
+        acted = ~self.ended[
+            agents
+        ]  # False at the first observation of all, and after an end that `send` reset
         self.returns[agents] += rewards * acted
         self.lengths[agents] += acted
         over = np.flatnonzero(ended & acted) + agents.start
-        self.episodes += zip(over.tolist(), self.returns[over].tolist(), self.lengths[over].tolist())
+        self.episodes += zip(
+            over.tolist(), self.returns[over].tolist(), self.lengths[over].tolist()
+        )
         self.returns[over], self.lengths[over] = 0, 0
         # An emulated environment shows the last observation, and the next `send` resets. C environments reset in the
         # same step: this observation is the next episode's first, and a truncation has none to bootstrap from.
@@ -770,7 +978,9 @@ class Envs:
                 if np.isscalar(value) and not isinstance(value, str):
                     self.logs[key].append((float(value), info.get("n", 1)))
         if self.structure is not None:
-            observations = structured_to_unstructured(observations.reshape(len(ids), -1).view(self.structure)[:, 0])
+            observations = structured_to_unstructured(
+                observations.reshape(len(ids), -1).view(self.structure)[:, 0]
+            )
         observations = observations.astype(self.single_observation_space.dtype, copy=False)
         return agents, observations, rewards, dones.astype(np.float32), valid.astype(np.float32)
 
@@ -778,7 +988,9 @@ class Envs:
         """Actions (n, actions), as the agent chose them; a Gaussian's are clipped to their Box."""
         space = self.single_action_space
         if isinstance(space, gym.spaces.Box):
-            actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(space.dtype)
+            actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(
+                space.dtype
+            )
         else:
             actions = (actions.reshape(-1, *space.shape) + space.start).astype(np.int32)
         if self.processes:
@@ -788,13 +1000,19 @@ class Envs:
     def means(self) -> dict[str, float]:
         """What the environments logged, each value weighted by the number of episodes that it is of."""
         pairs = {key: np.array(values).T for key, values in self.logs.items()}
-        return {key: np.average(values, weights=weights + 1e-9) for key, (values, weights) in pairs.items()}
+        return {
+            key: np.average(values, weights=weights + 1e-9)
+            for key, (values, weights) in pairs.items()
+        }
 
     def close(self):
         atexit.unregister(self.close)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in self.processes:
-            process.kill(), process.join()  # nothing of theirs is worth a wait, and they ignore SIGTERM
+            (
+                process.kill(),
+                process.join(),
+            )  # nothing of theirs is worth a wait, and they ignore SIGTERM
         self.vecenv.close()
 
 
@@ -804,7 +1022,11 @@ def environment_class(env_id: str):
     Tried in this order: a name of Ocean's, a module with parallel_env (PettingZoo), a Gymnasium id.
     """
     name, (module, _, gym_id) = env_id.removeprefix("puffer_"), env_id.rpartition(":")
-    makers = {key.removeprefix("make_"): value for key, value in vars(ocean).items() if key.startswith("make_")}
+    makers = {
+        key.removeprefix("make_"): value
+        for key, value in vars(ocean).items()
+        if key.startswith("make_")
+    }
     makers |= ocean.MAKE_FUNCTIONS
     try:
         if callable(makers.get(name)):
@@ -818,15 +1040,24 @@ def environment_class(env_id: str):
         gym.spec(gym_id)
         return functools.partial(make_gymnasium, gym_id)
     except Exception as error:
-        near = ", ".join(difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5) or sorted(makers))
-        raise UsageError(f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}") from error
+        near = ", ".join(
+            difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5)
+            or sorted(makers)
+        )
+        raise UsageError(
+            f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}"
+        ) from error
 
 
 def make_gymnasium(gym_id: str, buf=None, seed=0, **kwargs):
     env = gym.make(gym_id, **kwargs)
-    if isinstance(env.observation_space, gym.spaces.Discrete):  # PufferLib packs a lone Discrete into nothing
+    if isinstance(
+        env.observation_space, gym.spaces.Discrete
+    ):  # PufferLib packs a lone Discrete into nothing
         env = gym.wrappers.FlattenObservation(env)  # one-hot
-    return pufferlib.emulation.GymnasiumPufferEnv(env=pufferlib.EpisodeStats(env), buf=buf, seed=seed)
+    return pufferlib.emulation.GymnasiumPufferEnv(
+        env=pufferlib.EpisodeStats(env), buf=buf, seed=seed
+    )
 
 
 def make_pettingzoo(parallel_env, buf=None, seed=0, **kwargs):
@@ -841,7 +1072,10 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
     """
     own = base_seed + seed
     if os.getpid() != parent:  # a worker
-        for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group; the parent decides
+        for signum in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # they may reach the whole process group; the parent decides
             signal.signal(signum, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
         if os.getppid() != parent:
@@ -863,15 +1097,24 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
         most = cores // int(os.getenv("LOCAL_WORLD_SIZE", 1)) - 2
         args.num_workers = max((n for n in range(2, most + 1, 2) if copies % n == 0), default=0)
     if args.num_workers and copies % args.num_workers:
-        raise UsageError(f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}")
-    if native := "num_envs" in inspect.signature(make).parameters:  # one object steps many environments
+        raise UsageError(
+            f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}"
+        )
+    if (
+        native := "num_envs" in inspect.signature(make).parameters
+    ):  # one object steps many environments
         kwargs["num_envs"], copies = copies // max(args.num_workers, 1), max(args.num_workers, 1)
     how = {"num_envs": copies, "backend": "PufferEnv" if native else "Serial"}
     if args.num_workers:  # in halves if they are even: one steps while the policy acts on the other
         how |= {"backend": "Multiprocessing", "num_workers": args.num_workers, "overwork": True}
         how["batch_size"] = copies // (2 if args.num_workers % 2 == 0 else 1)
     with blame(f"--env-id {args.env_id}: cannot be made with {args.env}"):
-        return Envs(pufferlib.vector.make(functools.partial(make_one, make, seed, os.getpid(), kwargs), **how), seed)
+        return Envs(
+            pufferlib.vector.make(
+                functools.partial(make_one, make, seed, os.getpid(), kwargs), **how
+            ),
+            seed,
+        )
 
 
 # PLUMBING: a run's folder: checkpoints, logging -----------------------------------------------------------------------
@@ -905,29 +1148,45 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
             return state | {"folder": str(folder), "config": dict(state["config"])}
         except Exception as error:
             warn(f"{file}: damaged ({type(error).__name__}), so the checkpoint before it is taken")
-    raise UsageError(f"--resume {path}: no whole trainer_*.pt in {folder}; --load-weights takes a model_*.pt")
+    raise UsageError(
+        f"--resume {path}: no whole trainer_*.pt in {folder}; --load-weights takes a model_*.pt"
+    )
 
 
-def load_state(agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args, resumed: dict | None):
+def load_state(
+    agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args, resumed: dict | None
+):
     """A checkpoint's weights and optimizers' states, or the weights of --load-weights. Raises UsageError."""
     source = "--resume" if resumed else f"--load-weights {args.load_weights}"
-    with blame(f"{source}: does the network fit (--env-id, --hidden-size, the script), and --optimizer?"):
+    with blame(
+        f"{source}: does the network fit (--env-id, --hidden-size, the script), and --optimizer?"
+    ):
         if resumed:
             agent.load_state_dict(resumed["model"])
             for optimizer, state in zip(optimizers, resumed["optimizers"], strict=True):
-                optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates and momenta: flags win
+                optimizer.load_state_dict(
+                    optimizer.state_dict() | {"state": state}
+                )  # rates and momenta: flags win
         elif args.load_weights:
             weights = torch.load(args.load_weights, map_location="cpu", weights_only=True)
-            agent.load_state_dict({name.removeprefix("module."): weight for name, weight in weights.items()})
+            agent.load_state_dict(
+                {name.removeprefix("module."): weight for name, weight in weights.items()}
+            )
 
 
 class Run(contextlib.AbstractContextManager):
     """A run's folder: config.yaml, the script, metrics.jsonl, TensorBoard events, checkpoints; and the terminal."""
 
-    def __init__(self, args: Args, agent: Agent, optimizers: list, envs: Envs, resumed: dict | None):
+    def __init__(
+        self, args: Args, agent: Agent, optimizers: list, envs: Envs, resumed: dict | None
+    ):
         self.args, self.agent, self.optimizers, self.envs = args, agent, optimizers, envs
         before = resumed or dict.fromkeys(("iteration", "step", "seconds", "startup"), 0)
-        self.iteration, self.step, self.startup = before["iteration"], before["step"], before["startup"]
+        self.iteration, self.step, self.startup = (
+            before["iteration"],
+            before["step"],
+            before["startup"],
+        )
         self.began = self.last_lap = time.perf_counter()
         self.zero, self.last_step = self.began - before["seconds"], self.step
         self.phases, self.shown, self.failed = defaultdict(float), {}, set()
@@ -937,28 +1196,46 @@ class Run(contextlib.AbstractContextManager):
         self.folder = Path(resumed["folder"]) if resumed else Path(args.output_dir, name)
         with blame(f"--output-dir {args.output_dir}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False))
+            write_atomically(
+                self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False)
+            )
             write_atomically(self.folder / Path(__file__).name, Path(__file__).read_text())
             self.jsonl = (self.folder / "metrics.jsonl").open("a")
             # Back to where the checkpoint was written: the lines after it would come twice.
             self.jsonl.truncate(resumed["metrics_size"] if resumed else 0)
         if args.track:
             with self.tolerate("W&B"):
-                os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds that an unreachable server costs
+                os.environ.setdefault(
+                    "WANDB_INIT_TIMEOUT", "20"
+                )  # seconds that an unreachable server costs
                 os.environ.setdefault("WANDB_PROJECT", "ppo-lstm-puffer")
                 import wandb
 
-                wandb.init(name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True)
-        threading.excepthook = lambda failed: warn(f"TensorBoard failed, training goes on: {failed.exc_value}")
+                wandb.init(
+                    name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True
+                )
+        threading.excepthook = lambda failed: warn(
+            f"TensorBoard failed, training goes on: {failed.exc_value}"
+        )
         self.writer = torch.utils.tensorboard.SummaryWriter(self.folder, purge_step=self.step + 1)
-        schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)  # --profile: of iterations 6 to 8
+        schedule = torch.profiler.schedule(
+            wait=4, warmup=1, active=3, repeat=1
+        )  # --profile: of iterations 6 to 8
         trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
-        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=trace) if args.profile else None
-        compiling = "\ncompiling: half a minute at the first start, later some seconds" * args.compile
+        self.profiler = (
+            torch.profiler.profile(schedule=schedule, on_trace_ready=trace)
+            if args.profile
+            else None
+        )
+        compiling = (
+            "\ncompiling: half a minute at the first start, later some seconds" * args.compile
+        )
         print(f"on: {machine(args)}\nrun: {self.folder}{compiling}", file=sys.stderr)
         text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
         columns = text, BarColumn(20), TimeRemainingColumn()
-        self.live = Progress(*columns, expand=True, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self.live = Progress(
+            *columns, expand=True, console=Console(stderr=True), disable=not sys.stderr.isatty()
+        )
 
     @property
     def seconds(self) -> float:
@@ -968,14 +1245,18 @@ class Run(contextlib.AbstractContextManager):
     @property
     def stopping(self) -> bool:
         limit = self.args.time_limit
-        return bool(self.signum) or (limit is not None and self.started and self.seconds - self.startup >= limit)
+        return bool(self.signum) or (
+            limit is not None and self.started and self.seconds - self.startup >= limit
+        )
 
     def note_signal(self, signum, _):
         """SIGINT and SIGTERM: the loop finishes its step and saves. A second SIGINT interrupts at once."""
         if self.signum == signal.SIGINT == signum:
             raise KeyboardInterrupt
         self.signum = signal.Signals(signum)
-        os.write(2, b"stopping: finishing this step, writing a checkpoint\n")  # print is not for signal handlers
+        os.write(
+            2, b"stopping: finishing this step, writing a checkpoint\n"
+        )  # print is not for signal handlers
 
     @contextlib.contextmanager
     def tolerate(self, what: str):
@@ -997,7 +1278,10 @@ class Run(contextlib.AbstractContextManager):
         self.iteration, self.step = iteration, step
         if not self.started:
             self.started, self.startup = True, self.startup + time.perf_counter() - self.began
-            signal.signal(signal.SIGINT, self.note_signal), signal.signal(signal.SIGTERM, self.note_signal)
+            (
+                signal.signal(signal.SIGINT, self.note_signal),
+                signal.signal(signal.SIGTERM, self.note_signal),
+            )
             self.task = self.live.add_task("", total=self.args.total_timesteps)
             self.live.start()
             if self.profiler:
@@ -1006,7 +1290,12 @@ class Run(contextlib.AbstractContextManager):
             self.profiler.step()
 
     def write(self, row: dict) -> dict:
-        row = {"step": self.step, "iteration": self.iteration, "time": self.seconds, "startup": self.startup} | row
+        row = {
+            "step": self.step,
+            "iteration": self.iteration,
+            "time": self.seconds,
+            "startup": self.startup,
+        } | row
         with self.tolerate("metrics.jsonl"):
             print(json.dumps(row), file=self.jsonl, flush=True)
         return row
@@ -1017,7 +1306,11 @@ class Run(contextlib.AbstractContextManager):
         row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
         if self.envs.episodes:
             _, returns, lengths = zip(*self.envs.episodes)
-            row |= {"episodes": len(returns), "episodic_return": np.mean(returns), "episodic_length": np.mean(lengths)}
+            row |= {
+                "episodes": len(returns),
+                "episodic_return": np.mean(returns),
+                "episodic_length": np.mean(lengths),
+            }
             row |= {"episodic_return_min": min(returns), "episodic_return_max": max(returns)}
         row |= {f"env/{key}": mean for key, mean in self.envs.means().items()}
         row |= {f"losses/{name}": value for name, value in losses.items()}
@@ -1025,24 +1318,42 @@ class Run(contextlib.AbstractContextManager):
         row |= {f"time/{name}_share": value / seconds for name, value in self.phases.items()}
         self.last_step = self.step
         self.envs.episodes.clear(), self.envs.logs.clear(), self.phases.clear()
-        row = self.write({name: value for name, value in row.items() if np.isfinite(value)})  # JSON has no NaN
+        row = self.write(
+            {name: value for name, value in row.items() if np.isfinite(value)}
+        )  # JSON has no NaN
         with self.tolerate("TensorBoard"):
             for name, value in row.items():
                 name = name if "/" in name else f"charts/{'SPS' if name == 'sps' else name}"
                 self.writer.add_scalar(name, value, self.step)
         names = "step time sps env/score episodic_return episodic_length losses/approx_kl losses/entropy"
         self.shown |= row  # some have no new value in every interval
-        shown = ((name.rpartition("/")[2], self.shown[name]) for name in names.split() if name in self.shown)
-        line = " ".join(f"{name}={value:{'.0f' if value >= 1000 else '.4g'}}" for name, value in shown)
+        shown = (
+            (name.rpartition("/")[2], self.shown[name])
+            for name in names.split()
+            if name in self.shown
+        )
+        line = " ".join(
+            f"{name}={value:{'.0f' if value >= 1000 else '.4g'}}" for name, value in shown
+        )
         self.live.update(self.task, completed=self.step, description=line)
         if self.live.disable:
             print(line, flush=True)
 
     def save_checkpoint(self):
         """model_*.pt is the weights alone; trainer_*.pt all that --resume needs."""
-        model = {name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()}
-        state = {"iteration": self.iteration, "step": self.step, "seconds": self.seconds, "startup": self.startup}
-        state |= {"optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers], "model": model}
+        model = {
+            name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()
+        }
+        state = {
+            "iteration": self.iteration,
+            "step": self.step,
+            "seconds": self.seconds,
+            "startup": self.startup,
+        }
+        state |= {
+            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+            "model": model,
+        }
         state |= {"config": vars(self.args), "metrics_size": os.path.getsize(self.jsonl.name)}
         with self.tolerate("checkpoint"):
             for kind, content in (f"model_{self.env_name}", model), ("trainer", state):
@@ -1053,24 +1364,46 @@ class Run(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         """The last line of metrics.jsonl, whatever the end is."""
         if error is not None:
-            name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(kind, kind.__name__)
+            name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(
+                kind, kind.__name__
+            )
             self.exit_reason = f"{name}: {error}"
-        rss, vram = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, torch.cuda.max_memory_allocated()  # KiB, bytes
-        self.write({"exit_reason": self.exit_reason, "peak_rss_mb": rss / 1024, "peak_vram_mb": vram / 2**20})
+        rss, vram = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            torch.cuda.max_memory_allocated(),
+        )  # KiB, bytes
+        self.write(
+            {
+                "exit_reason": self.exit_reason,
+                "peak_rss_mb": rss / 1024,
+                "peak_vram_mb": vram / 2**20,
+            }
+        )
         self.live.stop()
         with self.tolerate("TensorBoard"):
             self.writer.close()
         if self.args.track and "W&B" not in self.failed:
             sys.modules["wandb"].finish()
-        print(f"{self.exit_reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}", file=sys.stderr)
+        print(
+            f"{self.exit_reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}",
+            file=sys.stderr,
+        )
 
 
 def machine(args: Args) -> str:
     """What this runs on and in which precision, and why."""
     fast = fast_bfloat16(args.device)
     why = "as told" if fast and args.precision == "float32" else fast or "no fast bfloat16 here"
-    where = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
-    if args.device == "cpu" and os.path.exists("/proc/driver/nvidia") and not torch.cuda.is_available():
+    where = (
+        torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else f"cpu, threads: {torch.get_num_threads()}"
+    )
+    if (
+        args.device == "cpu"
+        and os.path.exists("/proc/driver/nvidia")
+        and not torch.cuda.is_available()
+    ):
         where += " (an NVIDIA driver is here, but this torch sees no GPU)"
     return f"{where}, {args.precision} ({why})"
 
@@ -1083,9 +1416,13 @@ def check_args(args: Args):
     checked(vars(args))
     minibatch, most = args.minibatch_size, args.max_minibatch_size
     if minibatch % args.num_steps:
-        raise UsageError(f"--minibatch-size {minibatch}: must be a multiple of --num-steps {args.num_steps}")
+        raise UsageError(
+            f"--minibatch-size {minibatch}: must be a multiple of --num-steps {args.num_steps}"
+        )
     if minibatch > most and (minibatch % most or most % args.num_steps):
-        raise UsageError(f"--max-minibatch-size {most}: must divide --minibatch-size, and be a multiple of --num-steps")
+        raise UsageError(
+            f"--max-minibatch-size {most}: must divide --minibatch-size, and be a multiple of --num-steps"
+        )
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -1093,9 +1430,16 @@ def check_args(args: Args):
     if args.precision == "auto":
         args.precision = "bfloat16" if fast_bfloat16(args.device) else "float32"
     elif args.precision == "bfloat16" and not fast_bfloat16(args.device):
-        products = (torch.ones(256, 256, dtype=dtype, device=args.device) for dtype in (torch.bfloat16, torch.float32))
-        slow, fast = (torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products)
-        warn(f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware")
+        products = (
+            torch.ones(256, 256, dtype=dtype, device=args.device)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        slow, fast = (
+            torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products
+        )
+        warn(
+            f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware"
+        )
 
 
 def checked(values: dict[str, Any]) -> Args:
@@ -1107,7 +1451,9 @@ def checked(values: dict[str, Any]) -> Args:
         return TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise UsageError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
+        raise UsageError(
+            f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}"
+        ) from error
 
 
 def parse_value(text: Any) -> Any:
@@ -1123,7 +1469,9 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
     given, others = tyro.cli(Args, args=argv, add_help=False, return_unknown_args=True)
     default, resumed = Args(), None
     if given.config and given.resume:
-        raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")
+        raise UsageError(
+            "--resume: cannot be combined with --config; the run's own configuration is used"
+        )
     if given.config:
         with blame(f"--config {given.config}"):
             config = yaml.safe_load(Path(given.config).read_text())

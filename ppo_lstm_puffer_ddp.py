@@ -48,7 +48,9 @@ if __name__ == "__main__":
         os._exit(128 + signum)
 
     signal.signal(signal.SIGINT, end_at_once), signal.signal(signal.SIGTERM, end_at_once)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM * ("TORCHELASTIC_RUN_ID" in os.environ))  # if torchrun dies: save, end
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGTERM * ("TORCHELASTIC_RUN_ID" in os.environ)
+    )  # if torchrun dies: save, end
 
 import gymnasium as gym
 import joblib
@@ -70,7 +72,9 @@ from rich.table import Column
 Count, Natural = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
 Amount, Fraction = Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0, le=1)]
 
-RANK, LOCAL_RANK, RESTARTS = (int(os.getenv(name, 0)) for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"))
+RANK, LOCAL_RANK, RESTARTS = (
+    int(os.getenv(name, 0)) for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+)
 WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
 
 
@@ -81,28 +85,50 @@ class Args:
     exp_name: str = "ppo_lstm_puffer_ddp"  # name of this experiment
     dist_timeout: Count = 600  # seconds that a rank waits for the others: more than compiling takes, less than a night
     seed: Natural = 1  # of everything: Python, numpy, torch, the C environments, the workers
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to train; auto: CUDA where there is a GPU
+    device: Literal["auto", "cpu", "cuda"] = (
+        "auto"  # where to train; auto: CUDA where there is a GPU
+    )
     output_dir: str = "runs"  # the folder that runs are written to
-    track: bool = False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
+    track: bool = (
+        False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
+    )
     # Environment
     env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
-    num_envs: Count = 512  # environments stepped in parallel (an environment may hold several agents)
-    num_workers: Natural | None = None  # worker processes; None: 0, on a GPU most cores; even: double-buffered
-    clip_rewards: bool = True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
+    num_envs: Count = (
+        512  # environments stepped in parallel (an environment may hold several agents)
+    )
+    num_workers: Natural | None = (
+        None  # worker processes; None: 0, on a GPU most cores; even: double-buffered
+    )
+    clip_rewards: bool = (
+        True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
+    )
     # Algorithm
-    total_timesteps: Count = 20_000_000  # steps over all agents; the learning rate is annealed over them
+    total_timesteps: Count = (
+        20_000_000  # steps over all agents; the learning rate is annealed over them
+    )
     learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
     adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
-    optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices with Adam for the rest, or Adam for all
+    optimizer: Literal["muon", "adam"] = (
+        "muon"  # Muon for matrices with Adam for the rest, or Adam for all
+    )
     momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal: Literal["exponential", "linear", "constant"] = "exponential"  # learning rates fall: to 1/64, to 0, or not
+    anneal: Literal["exponential", "linear", "constant"] = (
+        "exponential"  # learning rates fall: to 1/64, to 0, or not
+    )
     num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
     gamma: Fraction = 0.99  # discount factor
     gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
-    minibatch_size: Count = 2048  # steps per gradient update: minibatch_size / num_steps whole segments
-    max_minibatch_size: Count = 32768  # above this many steps a minibatch is split, and gradients are accumulated
-    update_epochs: Amount = 1.0  # updates per batch, in passes over it (0.5: half as many); one alone clips nothing
+    minibatch_size: Count = (
+        2048  # steps per gradient update: minibatch_size / num_steps whole segments
+    )
+    max_minibatch_size: Count = (
+        32768  # above this many steps a minibatch is split, and gradients are accumulated
+    )
+    update_epochs: Amount = (
+        1.0  # updates per batch, in passes over it (0.5: half as many); one alone clips nothing
+    )
     norm_adv: bool = True  # normalize advantages over each minibatch
     clip_coef: Amount = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
@@ -115,18 +141,30 @@ class Args:
     prio_beta0: Fraction = 0.2  # first exponent of the importance weights, annealed to 1
     # Network and speed
     hidden_size: Count = 128  # width of the encoder and of the LSTM
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is the faster
+    precision: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of products; auto: bfloat16 where it is the faster
+    )
     compile: bool = True  # torch.compile the policy step and the update (needs a C++ compiler); eager always works
-    cuda_graphs: bool = True  # on a GPU: record the policy step and the update as CUDA graphs, and replay them
+    cuda_graphs: bool = (
+        True  # on a GPU: record the policy step and the update as CUDA graphs, and replay them
+    )
     # Run
-    time_limit: Amount | None = None  # stop after so many seconds of training, resumes included, compiling not
+    time_limit: Amount | None = (
+        None  # stop after so many seconds of training, resumes included, compiling not
+    )
     log_interval: Count = 10  # iterations between two log lines
     checkpoint_interval: Count = 100  # iterations between two checkpoints
     keep_checkpoints: Count = 3  # how many of the last checkpoints to keep
-    config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags on the command line win
+    config: str | None = (
+        None  # a YAML file of arguments, such as a run's config.yaml; flags on the command line win
+    )
     resume: str | None = None  # go on with a run: its folder, or latest
-    load_weights: str | None = None  # start from these weights: a model_*.pt of ours, or a .pt of PufferLib's
-    profile: bool = False  # write a trace of some iterations to the run's folder (for Perfetto or TensorBoard)
+    load_weights: str | None = (
+        None  # start from these weights: a model_*.pt of ours, or a .pt of PufferLib's
+    )
+    profile: bool = (
+        False  # write a trace of some iterations to the run's folder (for Perfetto or TensorBoard)
+    )
 
 
 # ALGO LOGIC: the network ----------------------------------------------------------------------------------------------
@@ -145,11 +183,19 @@ class Agent(nn.Module):
     learned, state-independent standard deviation. Parameters have PufferLib's names: files fit both ways.
     """
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden_size: int, precision="float32"):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        hidden_size: int,
+        precision="float32",
+    ):
         super().__init__()
         shape, self.dtype = observation_space.shape, getattr(torch, precision)
         # An image is uint8, of 36 x 36 pixels or more: the smallest that the convolutions take.
-        self.image = observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
+        self.image = (
+            observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
+        )
         self.channels_last = self.image and len(shape) == 3 and shape[2] <= 4
         self.continuous = isinstance(action_space, gym.spaces.Box)
         self.action_dtype = torch.float32 if self.continuous else torch.int64
@@ -160,13 +206,17 @@ class Agent(nn.Module):
                 layers += [layer_init(nn.Conv2d(x.shape[1], channels, size, stride)), nn.ReLU()]
                 x = layers[-2](x)
             x, layers = x.flatten(1), [*layers, nn.Flatten()]
-        self.policy.encoder = nn.Sequential(*layers, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU())
+        self.policy.encoder = nn.Sequential(
+            *layers, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU()
+        )
         if self.continuous:
             self.num_logits = int(np.prod(action_space.shape))
             self.policy.decoder_mean = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
             self.policy.decoder_logstd = nn.Parameter(torch.zeros(1, self.num_logits))
         else:
-            self.nvec = np.ravel(getattr(action_space, "nvec", getattr(action_space, "n", None))).tolist()
+            self.nvec = np.ravel(
+                getattr(action_space, "nvec", getattr(action_space, "n", None))
+            ).tolist()
             self.num_logits = sum(self.nvec)
             self.policy.decoder = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
         self.policy.value = layer_init(nn.Linear(hidden_size, 1), std=1.0)
@@ -174,7 +224,9 @@ class Agent(nn.Module):
         self.lstm = nn.ParameterDict(list(nn.LSTM(hidden_size, hidden_size).named_parameters()))
         for name, parameter in self.lstm.items():
             nn.init.orthogonal_(parameter, 1.0) if "weight" in name else nn.init.zeros_(parameter)
-        self.cell = nn.ParameterDict({name.removesuffix("_l0"): parameter for name, parameter in self.lstm.items()})
+        self.cell = nn.ParameterDict(
+            {name.removesuffix("_l0"): parameter for name, parameter in self.lstm.items()}
+        )
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to (batch, features), or images to (batch, C, H, W) in [0, 1]."""
@@ -187,8 +239,12 @@ class Agent(nn.Module):
         """Observations (T, N, *obs) of any dtype to features (T, N, hidden) in the compute dtype."""
         x = self.flatten(observations.flatten(0, 1)).to(self.dtype)
         # Parameters are cast by hand: with torch.autocast inside, a function would be compiled anew in every process.
-        weights = {name: weight.to(self.dtype) for name, weight in self.policy.encoder.named_parameters()}
-        return torch.func.functional_call(self.policy.encoder, weights, x).view(*observations.shape[:2], -1)
+        weights = {
+            name: weight.to(self.dtype) for name, weight in self.policy.encoder.named_parameters()
+        }
+        return torch.func.functional_call(self.policy.encoder, weights, x).view(
+            *observations.shape[:2], -1
+        )
 
     def lstm_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[W_ih | W_hh] (4H, 2H) in the compute dtype, b_ih + b_hh (4H) float32: one product per step, not two."""
@@ -203,10 +259,16 @@ class Agent(nn.Module):
 
     def sampling_noise(self, *shape: int, device=None, deterministic: bool = False) -> torch.Tensor:
         """(*shape, num_logits) for `sample`: standard normal or Exponential(1); a constant if deterministic."""
-        noise = torch.full((*shape, self.num_logits), 0.0 if self.continuous else 1.0, device=device)
-        return noise if deterministic else noise.normal_() if self.continuous else noise.exponential_()
+        noise = torch.full(
+            (*shape, self.num_logits), 0.0 if self.continuous else 1.0, device=device
+        )
+        return (
+            noise if deterministic else noise.normal_() if self.continuous else noise.exponential_()
+        )
 
-    def sample(self, logits: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        self, logits: torch.Tensor, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Actions (..., actions) and their log-probabilities (...), by noise (..., num_logits)."""
         if self.continuous:
             actions = logits + self.policy.decoder_logstd.exp() * noise
@@ -215,10 +277,14 @@ class Agent(nn.Module):
             actions = torch.stack([score.argmax(-1) for score in scores], -1)
         return actions, self.evaluate_actions(logits, actions)[0]
 
-    def evaluate_actions(self, logits: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def evaluate_actions(
+        self, logits: torch.Tensor, actions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability (...) of the joint action (..., actions), and the policy's entropy (...)."""
         if self.continuous:
-            normal = torch.distributions.Normal(logits, self.policy.decoder_logstd.exp(), validate_args=False)
+            normal = torch.distributions.Normal(
+                logits, self.policy.decoder_logstd.exp(), validate_args=False
+            )
             return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
         logprob, entropy = 0.0, 0.0
         for part, action in zip(logits.split(self.nvec, -1), actions.unbind(-1)):
@@ -295,13 +361,20 @@ class LSTM(torch.autograd.Function):
         dones, weight, inputs, *saved = ctx.saved_tensors
         T, N, H = doutputs.shape
         weight_ih, weight_hh = weight[:, :-H], weight[:, -H:].contiguous()
-        parts = zip(doutputs.split(UNROLL), saved[: len(saved) // 2], saved[len(saved) // 2 :], dones.split(UNROLL))
+        parts = zip(
+            doutputs.split(UNROLL),
+            saved[: len(saved) // 2],
+            saved[len(saved) // 2 :],
+            dones.split(UNROLL),
+        )
         dh, dc, dgates = torch.zeros_like(saved[-1][0]), torch.zeros_like(saved[-1][0]), []
         for doutput, gates, cells, resets in reversed([*parts]):
             steps, dh, dc = lstm_backward(doutput, dh, dc, gates, cells, resets, weight_hh)
             dgates.insert(0, steps)
         dgates = torch.cat(dgates).flatten(0, 1)
-        dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(0)  # sums bfloat16 ten times faster than sum()
+        dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(
+            0
+        )  # sums bfloat16 ten times faster than sum()
         dx = torch.mm(dgates, weight_ih).view(T, N, -1)
         return dx, None, None, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
 
@@ -341,7 +414,9 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     priorities = priorities + 1e-6 * priorities.mean() + 1e-12  # all advantages zero: uniform
     largest = priorities.sort(descending=True).values
     rest = largest.flip(0).cumsum(0).flip(0)  # the sum of each and all smaller ones
-    certain = ((k - torch.arange(N, device=rest.device)) * largest > rest).sum()  # so many have q = 1
+    certain = (
+        (k - torch.arange(N, device=rest.device)) * largest > rest
+    ).sum()  # so many have q = 1
     inclusion = (priorities * (k - certain) / rest[certain[None]]).clamp(max=1)
     order = uniform[:N].argsort()
     line = inclusion[order].double().cumsum(0)
@@ -361,7 +436,11 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     all_advantages = compute_advantages(values, rewards, dones, valid[:-1], ratio, *discounts)
     k = args.minibatch_size // args.num_steps // WORLD_SIZE
     segments, importance = sample_segments(all_advantages, uniform, k, args.prio_alpha, beta)
-    advantages, values, weight = all_advantages[:, segments], values[:-1, segments], valid[:-1, segments]
+    advantages, values, weight = (
+        all_advantages[:, segments],
+        values[:-1, segments],
+        valid[:-1, segments],
+    )
     returns = advantages + values
     share = weight / weight.sum().clamp_min(1)
     mean = (share * advantages).sum()
@@ -382,7 +461,16 @@ def weigh_minibatch(segments, importance, advantages, returns, values, weight, s
 
 
 # PuffeRL's names: old_approx_kl is the mean of -log ratio, importance the mean ratio.
-LOSSES = "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "importance", "grad_norm"
+LOSSES = (
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "old_approx_kl",
+    "approx_kl",
+    "clipfrac",
+    "importance",
+    "grad_norm",
+)
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_values, weight, args):
@@ -396,7 +484,9 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
     logprobs, entropy = agent.evaluate_actions(logits, actions)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
-    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages)
+    surrogate = torch.min(
+        ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages
+    )
     policy_loss = -(weight * surrogate).sum()
     clipped = old_values + (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
     value_error = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
@@ -407,21 +497,29 @@ def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_valu
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
         old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
-        losses = torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac, mean_ratio))
+        losses = torch.stack(
+            (policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac, mean_ratio)
+        )
     return loss, logratio.detach(), values.detach(), losses
 
 
 def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
     """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
     actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(observations.index_select(1, segments))  # [:, segments] takes two to four times as long
-    hidden = LSTM.apply(features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights())
+    features = agent.encode(
+        observations.index_select(1, segments)
+    )  # [:, segments] takes two to four times as long
+    hidden = LSTM.apply(
+        features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights()
+    )
     return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
     """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns actions, logprobs, values, h, c."""
-    hidden, h, c, *_ = lstm_forward(agent.encode(observations[None]), h, c, dones[None], weight, bias)
+    hidden, h, c, *_ = lstm_forward(
+        agent.encode(observations[None]), h, c, dones[None], weight, bias
+    )
     logits, values = agent.heads(hidden[0])
     return *agent.sample(logits, noise), values, h, c
 
@@ -434,7 +532,9 @@ def newton_schulz(updates: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tall = updates.shape[1] > updates.shape[2]
     x = (updates.mT if tall else updates).to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    if dtype == torch.float32 and x.device.type == "cpu":  # on CUDA it may be TF32, which has not the digits either
+    if (
+        dtype == torch.float32 and x.device.type == "cpu"
+    ):  # on CUDA it may be TF32, which has not the digits either
         gram = x @ x.mT
         product = identity = torch.eye(gram.shape[1], device=x.device).expand_as(gram)
         for _ in range(5):
@@ -459,54 +559,89 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         group, same_shape = self.param_groups[0], defaultdict(list)
         for parameter in group["params"]:
-            buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            buffer = self.state[parameter].setdefault(
+                "momentum_buffer", torch.zeros_like(parameter)
+            )
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
             same_shape[parameter.shape].append((parameter, update))
-        for (rows, columns), pairs in same_shape.items():  # one batched product: the LSTM's two matrices
-            updates = newton_schulz(torch.stack([update for _, update in pairs]), self.dtype).float()
-            for (parameter, _), update in zip(pairs, updates * (group["lr"] * max(1, rows / columns) ** 0.5)):
+        for (
+            rows,
+            columns,
+        ), pairs in same_shape.items():  # one batched product: the LSTM's two matrices
+            updates = newton_schulz(
+                torch.stack([update for _, update in pairs]), self.dtype
+            ).float()
+            for (parameter, _), update in zip(
+                pairs, updates * (group["lr"] * max(1, rows / columns) ** 0.5)
+            ):
                 parameter.sub_(update)
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
     """Muon for matrices with Adam for the rest, or Adam for all. Learning rates are tensors, for CUDA graphs."""
     parameters, device = dict(agent.named_parameters()), agent.policy.value.weight.device
-    lr, adam_lr = (torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate))
-    adam = functools.partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda")
+    lr, adam_lr = (
+        torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate)
+    )
+    adam = functools.partial(
+        torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda"
+    )
     if args.optimizer == "adam":
         return [adam(parameters.values(), lr=lr, betas=(args.momentum, 0.999))]
-    matrices = [name for name, parameter in parameters.items() if parameter.ndim == 2 and "logstd" not in name]
+    matrices = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.ndim == 2 and "logstd" not in name
+    ]
     muon = Muon([parameters.pop(name) for name in matrices], lr, args.momentum, agent.dtype)
     return [muon, adam(parameters.values(), lr=adam_lr)]
 
 
 # TRAINING -------------------------------------------------------------------------------------------------------------
 
-COMPILED = "act", "lstm_forward", "lstm_backward", "draw_minibatch", "ppo_loss"  # by compile_hot_functions
+COMPILED = (
+    "act",
+    "lstm_forward",
+    "lstm_backward",
+    "draw_minibatch",
+    "ppo_loss",
+)  # by compile_hot_functions
 
 
 def train(args: Args, resumed: dict | None = None, store: dist.Store | None = None) -> int:
     """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
     device = torch.device(args.device)
     iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
-    if args.num_envs % WORLD_SIZE or args.minibatch_size % (args.num_steps * WORLD_SIZE):  # whole segments
+    if args.num_envs % WORLD_SIZE or args.minibatch_size % (
+        args.num_steps * WORLD_SIZE
+    ):  # whole segments
         raise UsageError(
             f"--num-envs {args.num_envs}, --minibatch-size {args.minibatch_size}: must split on {WORLD_SIZE} ranks"
         )
-    envs = make_envs(args, seed_everything(args.seed + iteration + 1_000_003 * RANK), args.num_envs // WORLD_SIZE)
-    args, resumed, iteration, step = join_ranks(store or dist.HashStore(), args, resumed, iteration, step)
+    envs = make_envs(
+        args, seed_everything(args.seed + iteration + 1_000_003 * RANK), args.num_envs // WORLD_SIZE
+    )
+    args, resumed, iteration, step = join_ranks(
+        store or dist.HashStore(), args, resumed, iteration, step
+    )
     T, N = args.num_steps, envs.num_agents  # of this rank
     batch_size = N * T * WORLD_SIZE
     total_steps = step - (step - args.total_timesteps) // batch_size * batch_size  # rounded up
     if args.minibatch_size > batch_size:
-        raise UsageError(f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch")
+        raise UsageError(
+            f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch"
+        )
     if step >= args.total_timesteps:
         raise UsageError(f"--resume: complete, at {step} steps; give a larger --total-timesteps")
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
 
-    set_up_device(args, envs)  # before the first weights: they differ in bits by the number of threads
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision).to(device)
+    set_up_device(
+        args, envs
+    )  # before the first weights: they differ in bits by the number of threads
+    agent = Agent(
+        envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision
+    ).to(device)
     optimizers = make_optimizers(agent, args)
     load_state(agent, optimizers, args, resumed)
     if args.compile:
@@ -514,7 +649,9 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid become row 0 of the
     # next, its values are the bootstrap, its actions and logprobs count for nothing.
-    observations = torch.zeros((T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device)
+    observations = torch.zeros(
+        (T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device
+    )
     actions = torch.zeros((T + 1, N, envs.num_actions), dtype=agent.action_dtype, device=device)
     dones, valid, logprobs, values = (torch.zeros((T + 1, N), device=device) for _ in range(4))
     rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(2))
@@ -524,7 +661,11 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
     beta, statistics = torch.zeros((), device=device), torch.zeros(len(LOSSES), device=device)
     # What one sum over ranks does for: gradients, losses, and in summaries a row of each rank.
-    sizes = [*(parameter.numel() for parameter in agent.parameters()), len(LOSSES) - 1, 3 * WORLD_SIZE]
+    sizes = [
+        *(parameter.numel() for parameter in agent.parameters()),
+        len(LOSSES) - 1,
+        3 * WORLD_SIZE,
+    ]
     *gradients, loss_sums, summaries = (flat := torch.zeros(sum(sizes), device=device)).split(sizes)
     summaries, norm = summaries.view(WORLD_SIZE, 3), 0.0
     for parameter, gradient in zip(agent.parameters(), gradients):
@@ -534,7 +675,9 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     def receive(t: int) -> slice:
         """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
         agents, observation, reward, done, counts = envs.receive()
-        observations[t, agents].copy_(torch.as_tensor(observation), non_blocking=True)  # no wait for a GPU
+        observations[t, agents].copy_(
+            torch.as_tensor(observation), non_blocking=True
+        )  # no wait for a GPU
         numbers = torch.as_tensor(np.stack((done, counts, reward)))  # one copy, not three
         dones[t, agents], valid[t, agents], reward = numbers.to(device, non_blocking=True)
         if t > 0:
@@ -554,7 +697,9 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
     def draw():
         """Returns this rank's share of a minibatch, and all its advantages; writes its row of summaries."""
         uniform = torch.rand(N + 1, device=device)
-        *drawn, summaries[RANK], advantages = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        *drawn, summaries[RANK], advantages = draw_minibatch(
+            values, rewards, dones, valid, ratio, uniform, beta, args
+        )
         return drawn, advantages
 
     def update(drawn, last: bool):
@@ -562,16 +707,24 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
         drawn = weigh_minibatch(*drawn, summaries, args)
         batch, sums = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T]), 0
         flat.zero_()
-        for segments, *chunk in zip(*(tensor.split(args.max_minibatch_size // T, dim=-1) for tensor in drawn)):
-            loss, logratio, newvalues, losses = minibatch_loss(agent, *batch, segments, *chunk, args=args)
+        for segments, *chunk in zip(
+            *(tensor.split(args.max_minibatch_size // T, dim=-1) for tensor in drawn)
+        ):
+            loss, logratio, newvalues, losses = minibatch_loss(
+                agent, *batch, segments, *chunk, args=args
+            )
             loss.backward()
             ratio[:, segments], values[:T, segments] = logratio.exp(), newvalues
             sums += losses
         loss_sums.copy_(sums)
-        drawn = None if last else draw()[0]  # by the new values and ratios: it needs not the new parameters
+        drawn = (
+            None if last else draw()[0]
+        )  # by the new values and ratios: it needs not the new parameters
         run.lap("update")
         if device.type == "cuda":
-            dist.all_reduce(torch.zeros(1))  # by gloo: here a lost rank is an error, with nccl a device that hangs
+            dist.all_reduce(
+                torch.zeros(1)
+            )  # by gloo: here a lost rank is an error, with nccl a device that hangs
         dist.all_reduce(flat)
         run.lap("reduce")
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -581,12 +734,17 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
 
     # A function without arguments for each step and group of agents, so that each can be a CUDA graph of its own.
     record = Recorded if args.cuda_graphs and args.device != "cpu" else lambda function: function
-    act_of, stopped = functools.cache(lambda *which: record(functools.partial(act_at, *which))), False
+    act_of, stopped = (
+        functools.cache(lambda *which: record(functools.partial(act_at, *which))),
+        False,
+    )
 
     run = (SilentRun if RANK else Run)(args, agent, optimizers, envs, resumed)
     with contextlib.closing(envs), run, other_ranks():
         envs.reset()
-        groups = [receive(0) for _ in range(envs.num_groups)]  # which agents act together; two are double-buffered
+        groups = [
+            receive(0) for _ in range(envs.num_groups)
+        ]  # which agents act together; two are double-buffered
         while step < total_steps and not stopped:
             # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
             start_h.copy_(h), start_c.copy_(c)
@@ -608,8 +766,12 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
 
             # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
             progress = step / total_steps
-            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[args.anneal]
-            for optimizer, learning_rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
+            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[
+                args.anneal
+            ]
+            for optimizer, learning_rate in zip(
+                optimizers, (args.learning_rate, args.adam_learning_rate)
+            ):
                 optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
             beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
             ratio.fill_(1), statistics.zero_(), summaries.zero_()
@@ -620,7 +782,9 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
                 drawn, losses = update(drawn, last=minibatch == num_minibatches - 1)
                 statistics += losses
             agreed = torch.tensor((norm, -norm, run.signum > 0, run.stopping), dtype=torch.float64)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX)  # what one rank is told, all do after the same iteration
+            dist.all_reduce(
+                agreed, dist.ReduceOp.MAX
+            )  # what one rank is told, all do after the same iteration
             run.signum, stopped = run.signum or (signal.SIGTERM if agreed[2] else 0), agreed[3] > 0
             norm = nn.utils.get_total_norm(agent.parameters())[None]
             read = torch.cat((statistics / num_minibatches, norm))
@@ -632,14 +796,24 @@ def train(args: Args, resumed: dict | None = None, store: dist.Store | None = No
             # LOGGING, CHECKPOINT
             run.updated(iteration, step)
             if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
-                raise FloatingPointError(f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate")
+                raise FloatingPointError(
+                    f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate"
+                )
             if agreed[0] + agreed[1] > 1e-5 * agreed[0]:
-                raise FloatingPointError(f"the ranks' parameters have drifted apart by step {step}; unlike machines?")
+                raise FloatingPointError(
+                    f"the ranks' parameters have drifted apart by step {step}; unlike machines?"
+                )
             last = step >= total_steps
-            if iteration == 1 or iteration % args.log_interval == 0 or last:  # losses of this iteration alone
+            if (
+                iteration == 1 or iteration % args.log_interval == 0 or last
+            ):  # losses of this iteration alone
                 counted = valid[:T] > 0
-                unexplained, variance = gather_logs(envs, run, rollout_advantages[counted], rollout_returns[counted])
-                losses["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else 0.0
+                unexplained, variance = gather_logs(
+                    envs, run, rollout_advantages[counted], rollout_returns[counted]
+                )
+                losses["explained_variance"] = (
+                    float(1 - unexplained / variance) if variance > 0 else 0.0
+                )
                 run.log(losses, args.learning_rate * factor)
             if iteration % args.checkpoint_interval == 0 or last:
                 run.save_checkpoint()
@@ -687,12 +861,21 @@ def set_up_device(args: Args, envs: "Envs"):
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
         buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
-        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)  # pinned: copies do not wait
+        torch.cuda.cudart().cudaHostRegister(
+            buffer.ctypes.data, buffer.nbytes, 0
+        )  # pinned: copies do not wait
     steps = min(args.minibatch_size, args.max_minibatch_size)
-    gflop = 6e-9 * steps * args.hidden_size * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
+    gflop = (
+        6e-9
+        * steps
+        * args.hidden_size
+        * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
+    )
     share = 0.5 if args.precision == "float32" else 2 if fast_bfloat16(args.device) == "AMX" else 1
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(round(gflop / share), joblib.cpu_count(only_physical_cores=True))))
+        torch.set_num_threads(
+            max(1, min(round(gflop / share), joblib.cpu_count(only_physical_cores=True)))
+        )
     # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
@@ -702,7 +885,9 @@ def fast_bfloat16(device: str) -> str | None:
     """What here multiplies bfloat16 faster than float32; None if nothing does."""
     if device == "cuda":
         return "CUDA" if torch.cuda.get_device_capability() >= (8, 0) else None
-    able = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9, which torch_xla needs, has none
+    able = getattr(
+        torch.cpu, "get_capabilities", dict
+    )()  # torch 2.9, which torch_xla needs, has none
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's bfloat16"}
     return next((name for key, name in names.items() if able.get(key)), None)
 
@@ -722,9 +907,13 @@ def compile_hot_functions():
     try:
         cpp_builder.get_cpp_compiler()
     except Exception:
-        return warn("no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++")
+        return warn(
+            "no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++"
+        )
     run_compiler, cpp_builder._run_compile_cmd = cpp_builder._run_compile_cmd, compile_then_rename
-    config.cpp.simdlen = cpu_vec_isa.pick_vec_isa().bit_width()  # into the cache's key: no AVX-512 code on AVX2
+    config.cpp.simdlen = (
+        cpu_vec_isa.pick_vec_isa().bit_width()
+    )  # into the cache's key: no AVX-512 code on AVX2
     for name in COMPILED:
         globals()[name] = torch.compile(globals()[name], dynamic=False)
 
@@ -732,17 +921,26 @@ def compile_hot_functions():
 class Recorded:
     """A function that works in place on the same tensors at every call: a CUDA graph from the fourth one on."""
 
-    pool = functools.cache(torch.cuda.graph_pool_handle)  # one for all graphs: they are replayed in turn
+    pool = functools.cache(
+        torch.cuda.graph_pool_handle
+    )  # one for all graphs: they are replayed in turn
 
     def __init__(self, function):
-        self.function, self.calls, self.graph, self.results = function, 0, torch.cuda.CUDAGraph(), None
+        self.function, self.calls, self.graph, self.results = (
+            function,
+            0,
+            torch.cuda.CUDAGraph(),
+            None,
+        )
 
     def __call__(self):
         self.calls += 1
         if self.calls < 4:  # what it compiles and allocates once is no part of the graph
             return self.function()
         if self.calls == 4:
-            with torch.cuda.graph(self.graph, Recorded.pool(), torch.cuda.current_stream(), "thread_local"):
+            with torch.cuda.graph(
+                self.graph, Recorded.pool(), torch.cuda.current_stream(), "thread_local"
+            ):
                 self.results = self.function()
         self.graph.replay()
         return self.results
@@ -759,19 +957,35 @@ class Envs:
         vecenv.initialized = True  # no check of the first actions: it takes all to begin at 0
         self.processes, self.received = getattr(vecenv, "processes", []), []
         if self.processes:
-            atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the workers
+            atexit.register(
+                self.close
+            )  # before multiprocessing's own handler, which would wait for the workers
             signal.signal(signal.SIGCHLD, self.check_workers)
-        self.num_groups = vecenv.num_agents // getattr(vecenv, "agents_per_batch", vecenv.num_agents)
-        self.single_action_space, space = vecenv.single_action_space, vecenv.single_observation_space
+        self.num_groups = vecenv.num_agents // getattr(
+            vecenv, "agents_per_batch", vecenv.num_agents
+        )
+        self.single_action_space, space = (
+            vecenv.single_action_space,
+            vecenv.single_observation_space,
+        )
         self.emulated, self.structure, shape = bool(vecenv.emulated), None, space.shape
-        if self.emulated and (dtype := vecenv.driver_env.obs_dtype).names:  # Dict and Tuple arrive as packed bytes
+        if (
+            self.emulated and (dtype := vecenv.driver_env.obs_dtype).names
+        ):  # Dict and Tuple arrive as packed bytes
             self.structure = dtype
             shape = structured_to_unstructured(np.zeros(1, dtype)).shape[1:]
         if self.structure or space.dtype == np.float64:
             space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
-        self.single_observation_space, self.torch_dtype = space, torch.as_tensor(np.zeros(1, space.dtype)).dtype
-        self.num_actions = int(np.prod(self.single_action_space.shape))  # a Discrete space has shape (), and one action
-        self.ended = np.ones(self.num_agents, bool)  # the episode is over: the next observation begins another
+        self.single_observation_space, self.torch_dtype = (
+            space,
+            torch.as_tensor(np.zeros(1, space.dtype)).dtype,
+        )
+        self.num_actions = int(
+            np.prod(self.single_action_space.shape)
+        )  # a Discrete space has shape (), and one action
+        self.ended = np.ones(
+            self.num_agents, bool
+        )  # the episode is over: the next observation begins another
         self.returns, self.lengths = np.zeros(self.num_agents), np.zeros(self.num_agents, int)
         self.episodes = []  # (agent, return, length) of each that finished
         self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
@@ -779,7 +993,9 @@ class Envs:
     def check_workers(self, *_):
         for i, process in enumerate(self.processes):
             if process.exitcode is not None:
-                raise SystemExit(f"error: environment worker {i} (pid {process.pid}) ended: {process.exitcode}")
+                raise SystemExit(
+                    f"error: environment worker {i} (pid {process.pid}) ended: {process.exitcode}"
+                )
 
     def reset(self):
         self.check_workers()
@@ -798,11 +1014,15 @@ class Envs:
             self.received.append(self.vecenv.w_slice)
         agents = slice(int(ids[0]), int(ids[-1]) + 1)
         ended = np.logical_or(terminals, truncations)
-        acted = ~self.ended[agents]  # False at the first observation of all, and after an end that `send` reset
+        acted = ~self.ended[
+            agents
+        ]  # False at the first observation of all, and after an end that `send` reset
         self.returns[agents] += rewards * acted
         self.lengths[agents] += acted
         over = np.flatnonzero(ended & acted) + agents.start
-        self.episodes += zip(over.tolist(), self.returns[over].tolist(), self.lengths[over].tolist())
+        self.episodes += zip(
+            over.tolist(), self.returns[over].tolist(), self.lengths[over].tolist()
+        )
         self.returns[over], self.lengths[over] = 0, 0
         # An emulated environment shows the last observation, and the next `send` resets. C environments reset in the
         # same step: this observation is the next episode's first, and a truncation has none to bootstrap from.
@@ -814,7 +1034,9 @@ class Envs:
                 if np.isscalar(value) and not isinstance(value, str):
                     self.logs[key].append((float(value), info.get("n", 1)))
         if self.structure is not None:
-            observations = structured_to_unstructured(observations.reshape(len(ids), -1).view(self.structure)[:, 0])
+            observations = structured_to_unstructured(
+                observations.reshape(len(ids), -1).view(self.structure)[:, 0]
+            )
         observations = observations.astype(self.single_observation_space.dtype, copy=False)
         return agents, observations, rewards, dones.astype(np.float32), valid.astype(np.float32)
 
@@ -822,7 +1044,9 @@ class Envs:
         """Actions (n, actions), as the agent chose them; a Gaussian's are clipped to their Box."""
         space = self.single_action_space
         if isinstance(space, gym.spaces.Box):
-            actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(space.dtype)
+            actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(
+                space.dtype
+            )
         else:
             actions = (actions.reshape(-1, *space.shape) + space.start).astype(np.int32)
         if self.processes:
@@ -832,13 +1056,19 @@ class Envs:
     def means(self) -> dict[str, float]:
         """What the environments logged, each value weighted by the number of episodes that it is of."""
         pairs = {key: np.array(values).T for key, values in self.logs.items()}
-        return {key: np.average(values, weights=weights + 1e-9) for key, (values, weights) in pairs.items()}
+        return {
+            key: np.average(values, weights=weights + 1e-9)
+            for key, (values, weights) in pairs.items()
+        }
 
     def close(self):
         atexit.unregister(self.close)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in self.processes:
-            process.kill(), process.join()  # nothing of theirs is worth a wait, and they ignore SIGTERM
+            (
+                process.kill(),
+                process.join(),
+            )  # nothing of theirs is worth a wait, and they ignore SIGTERM
         self.vecenv.close()
 
 
@@ -848,7 +1078,11 @@ def environment_class(env_id: str):
     Tried in this order: a name of Ocean's, a module with parallel_env (PettingZoo), a Gymnasium id.
     """
     name, (module, _, gym_id) = env_id.removeprefix("puffer_"), env_id.rpartition(":")
-    makers = {key.removeprefix("make_"): value for key, value in vars(ocean).items() if key.startswith("make_")}
+    makers = {
+        key.removeprefix("make_"): value
+        for key, value in vars(ocean).items()
+        if key.startswith("make_")
+    }
     makers |= ocean.MAKE_FUNCTIONS
     try:
         if callable(makers.get(name)):
@@ -862,15 +1096,24 @@ def environment_class(env_id: str):
         gym.spec(gym_id)
         return functools.partial(make_gymnasium, gym_id)
     except Exception as error:
-        near = ", ".join(difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5) or sorted(makers))
-        raise UsageError(f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}") from error
+        near = ", ".join(
+            difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5)
+            or sorted(makers)
+        )
+        raise UsageError(
+            f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}"
+        ) from error
 
 
 def make_gymnasium(gym_id: str, buf=None, seed=0, **kwargs):
     env = gym.make(gym_id, **kwargs)
-    if isinstance(env.observation_space, gym.spaces.Discrete):  # PufferLib packs a lone Discrete into nothing
+    if isinstance(
+        env.observation_space, gym.spaces.Discrete
+    ):  # PufferLib packs a lone Discrete into nothing
         env = gym.wrappers.FlattenObservation(env)  # one-hot
-    return pufferlib.emulation.GymnasiumPufferEnv(env=pufferlib.EpisodeStats(env), buf=buf, seed=seed)
+    return pufferlib.emulation.GymnasiumPufferEnv(
+        env=pufferlib.EpisodeStats(env), buf=buf, seed=seed
+    )
 
 
 def make_pettingzoo(parallel_env, buf=None, seed=0, **kwargs):
@@ -885,7 +1128,10 @@ def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: in
     """
     own = base_seed + seed
     if os.getpid() != parent:  # a worker
-        for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group; the parent decides
+        for signum in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # they may reach the whole process group; the parent decides
             signal.signal(signum, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
         if os.getppid() != parent:
@@ -907,15 +1153,24 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
         most = cores // int(os.getenv("LOCAL_WORLD_SIZE", 1)) - 2
         args.num_workers = max((n for n in range(2, most + 1, 2) if copies % n == 0), default=0)
     if args.num_workers and copies % args.num_workers:
-        raise UsageError(f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}")
-    if native := "num_envs" in inspect.signature(make).parameters:  # one object steps many environments
+        raise UsageError(
+            f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}"
+        )
+    if (
+        native := "num_envs" in inspect.signature(make).parameters
+    ):  # one object steps many environments
         kwargs["num_envs"], copies = copies // max(args.num_workers, 1), max(args.num_workers, 1)
     how = {"num_envs": copies, "backend": "PufferEnv" if native else "Serial"}
     if args.num_workers:  # in halves if they are even: one steps while the policy acts on the other
         how |= {"backend": "Multiprocessing", "num_workers": args.num_workers, "overwork": True}
         how["batch_size"] = copies // (2 if args.num_workers % 2 == 0 else 1)
     with blame(f"--env-id {args.env_id}: cannot be made with {args.env}"):
-        return Envs(pufferlib.vector.make(functools.partial(make_one, make, seed, os.getpid(), kwargs), **how), seed)
+        return Envs(
+            pufferlib.vector.make(
+                functools.partial(make_one, make, seed, os.getpid(), kwargs), **how
+            ),
+            seed,
+        )
 
 
 # PLUMBING: a run's folder: checkpoints, logging -----------------------------------------------------------------------
@@ -949,29 +1204,45 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
             return state | {"folder": str(folder), "config": dict(state["config"])}
         except Exception as error:
             warn(f"{file}: damaged ({type(error).__name__}), so the checkpoint before it is taken")
-    raise UsageError(f"--resume {path}: no whole trainer_*.pt in {folder}; --load-weights takes a model_*.pt")
+    raise UsageError(
+        f"--resume {path}: no whole trainer_*.pt in {folder}; --load-weights takes a model_*.pt"
+    )
 
 
-def load_state(agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args, resumed: dict | None):
+def load_state(
+    agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args, resumed: dict | None
+):
     """A checkpoint's weights and optimizers' states, or the weights of --load-weights. Raises UsageError."""
     source = "--resume" if resumed else f"--load-weights {args.load_weights}"
-    with blame(f"{source}: does the network fit (--env-id, --hidden-size, the script), and --optimizer?"):
+    with blame(
+        f"{source}: does the network fit (--env-id, --hidden-size, the script), and --optimizer?"
+    ):
         if resumed:
             agent.load_state_dict(resumed["model"])
             for optimizer, state in zip(optimizers, resumed["optimizers"], strict=True):
-                optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates and momenta: flags win
+                optimizer.load_state_dict(
+                    optimizer.state_dict() | {"state": state}
+                )  # rates and momenta: flags win
         elif args.load_weights:
             weights = torch.load(args.load_weights, map_location="cpu", weights_only=True)
-            agent.load_state_dict({name.removeprefix("module."): weight for name, weight in weights.items()})
+            agent.load_state_dict(
+                {name.removeprefix("module."): weight for name, weight in weights.items()}
+            )
 
 
 class Run(contextlib.AbstractContextManager):
     """A run's folder: config.yaml, the script, metrics.jsonl, TensorBoard events, checkpoints; and the terminal."""
 
-    def __init__(self, args: Args, agent: Agent, optimizers: list, envs: Envs, resumed: dict | None):
+    def __init__(
+        self, args: Args, agent: Agent, optimizers: list, envs: Envs, resumed: dict | None
+    ):
         self.args, self.agent, self.optimizers, self.envs = args, agent, optimizers, envs
         before = resumed or dict.fromkeys(("iteration", "step", "seconds", "startup"), 0)
-        self.iteration, self.step, self.startup = before["iteration"], before["step"], before["startup"]
+        self.iteration, self.step, self.startup = (
+            before["iteration"],
+            before["step"],
+            before["startup"],
+        )
         self.began = self.last_lap = time.perf_counter()
         self.zero, self.last_step = self.began - before["seconds"], self.step
         self.phases, self.shown, self.failed = defaultdict(float), {}, set()
@@ -982,28 +1253,46 @@ class Run(contextlib.AbstractContextManager):
             return
         with blame(f"--output-dir {args.output_dir}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False))
+            write_atomically(
+                self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False)
+            )
             write_atomically(self.folder / Path(__file__).name, Path(__file__).read_text())
             self.jsonl = (self.folder / "metrics.jsonl").open("a")
             # Back to where the checkpoint was written: the lines after it would come twice.
             self.jsonl.truncate(resumed["metrics_size"] if resumed else 0)
         if args.track:
             with self.tolerate("W&B"):
-                os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds that an unreachable server costs
+                os.environ.setdefault(
+                    "WANDB_INIT_TIMEOUT", "20"
+                )  # seconds that an unreachable server costs
                 os.environ.setdefault("WANDB_PROJECT", "ppo-lstm-puffer")
                 import wandb
 
-                wandb.init(name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True)
-        threading.excepthook = lambda failed: warn(f"TensorBoard failed, training goes on: {failed.exc_value}")
+                wandb.init(
+                    name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True
+                )
+        threading.excepthook = lambda failed: warn(
+            f"TensorBoard failed, training goes on: {failed.exc_value}"
+        )
         self.writer = torch.utils.tensorboard.SummaryWriter(self.folder, purge_step=self.step + 1)
-        schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)  # --profile: of iterations 6 to 8
+        schedule = torch.profiler.schedule(
+            wait=4, warmup=1, active=3, repeat=1
+        )  # --profile: of iterations 6 to 8
         trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
-        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=trace) if args.profile else None
-        compiling = "\ncompiling: half a minute at the first start, later some seconds" * args.compile
+        self.profiler = (
+            torch.profiler.profile(schedule=schedule, on_trace_ready=trace)
+            if args.profile
+            else None
+        )
+        compiling = (
+            "\ncompiling: half a minute at the first start, later some seconds" * args.compile
+        )
         print(f"on: {machine(args)}\nrun: {self.folder}{compiling}", file=sys.stderr)
         text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
         columns = text, BarColumn(20), TimeRemainingColumn()
-        self.live = Progress(*columns, expand=True, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self.live = Progress(
+            *columns, expand=True, console=Console(stderr=True), disable=not sys.stderr.isatty()
+        )
 
     @property
     def seconds(self) -> float:
@@ -1013,14 +1302,18 @@ class Run(contextlib.AbstractContextManager):
     @property
     def stopping(self) -> bool:
         limit = self.args.time_limit
-        return bool(self.signum) or (limit is not None and self.started and self.seconds - self.startup >= limit)
+        return bool(self.signum) or (
+            limit is not None and self.started and self.seconds - self.startup >= limit
+        )
 
     def note_signal(self, signum, _):
         """SIGINT and SIGTERM: the loop finishes its step and saves. A second SIGINT interrupts at once."""
         if self.signum == signal.SIGINT == signum:
             raise KeyboardInterrupt
         self.signum = signal.Signals(signum)
-        os.write(2, b"stopping: finishing this step, writing a checkpoint\n")  # print is not for signal handlers
+        os.write(
+            2, b"stopping: finishing this step, writing a checkpoint\n"
+        )  # print is not for signal handlers
 
     @contextlib.contextmanager
     def tolerate(self, what: str):
@@ -1042,7 +1335,10 @@ class Run(contextlib.AbstractContextManager):
         self.iteration, self.step = iteration, step
         if not self.started:
             self.started, self.startup = True, self.startup + time.perf_counter() - self.began
-            signal.signal(signal.SIGINT, self.note_signal), signal.signal(signal.SIGTERM, self.note_signal)
+            (
+                signal.signal(signal.SIGINT, self.note_signal),
+                signal.signal(signal.SIGTERM, self.note_signal),
+            )
             self.task = self.live.add_task("", total=self.args.total_timesteps)
             self.live.start()
             if self.profiler:
@@ -1051,7 +1347,12 @@ class Run(contextlib.AbstractContextManager):
             self.profiler.step()
 
     def write(self, row: dict) -> dict:
-        row = {"step": self.step, "iteration": self.iteration, "time": self.seconds, "startup": self.startup} | row
+        row = {
+            "step": self.step,
+            "iteration": self.iteration,
+            "time": self.seconds,
+            "startup": self.startup,
+        } | row
         with self.tolerate("metrics.jsonl"):
             print(json.dumps(row), file=self.jsonl, flush=True)
         return row
@@ -1062,7 +1363,11 @@ class Run(contextlib.AbstractContextManager):
         row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
         if self.envs.episodes:
             _, returns, lengths = zip(*self.envs.episodes)
-            row |= {"episodes": len(returns), "episodic_return": np.mean(returns), "episodic_length": np.mean(lengths)}
+            row |= {
+                "episodes": len(returns),
+                "episodic_return": np.mean(returns),
+                "episodic_length": np.mean(lengths),
+            }
             row |= {"episodic_return_min": min(returns), "episodic_return_max": max(returns)}
         row |= {f"env/{key}": mean for key, mean in self.envs.means().items()}
         row |= {f"losses/{name}": value for name, value in losses.items()} | self.ranks
@@ -1070,24 +1375,42 @@ class Run(contextlib.AbstractContextManager):
         row |= {f"time/{name}_share": value / seconds for name, value in self.phases.items()}
         self.last_step = self.step
         self.envs.episodes.clear(), self.envs.logs.clear(), self.phases.clear()
-        row = self.write({name: value for name, value in row.items() if np.isfinite(value)})  # JSON has no NaN
+        row = self.write(
+            {name: value for name, value in row.items() if np.isfinite(value)}
+        )  # JSON has no NaN
         with self.tolerate("TensorBoard"):
             for name, value in row.items():
                 name = name if "/" in name else f"charts/{'SPS' if name == 'sps' else name}"
                 self.writer.add_scalar(name, value, self.step)
         names = "step time sps env/score episodic_return episodic_length losses/approx_kl losses/entropy"
         self.shown |= row  # some have no new value in every interval
-        shown = ((name.rpartition("/")[2], self.shown[name]) for name in names.split() if name in self.shown)
-        line = " ".join(f"{name}={value:{'.0f' if value >= 1000 else '.4g'}}" for name, value in shown)
+        shown = (
+            (name.rpartition("/")[2], self.shown[name])
+            for name in names.split()
+            if name in self.shown
+        )
+        line = " ".join(
+            f"{name}={value:{'.0f' if value >= 1000 else '.4g'}}" for name, value in shown
+        )
         self.live.update(self.task, completed=self.step, description=line)
         if self.live.disable:
             print(line, flush=True)
 
     def save_checkpoint(self):
         """model_*.pt is the weights alone; trainer_*.pt all that --resume needs."""
-        model = {name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()}
-        state = {"iteration": self.iteration, "step": self.step, "seconds": self.seconds, "startup": self.startup}
-        state |= {"optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers], "model": model}
+        model = {
+            name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()
+        }
+        state = {
+            "iteration": self.iteration,
+            "step": self.step,
+            "seconds": self.seconds,
+            "startup": self.startup,
+        }
+        state |= {
+            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+            "model": model,
+        }
         state |= {"config": vars(self.args), "metrics_size": os.path.getsize(self.jsonl.name)}
         with self.tolerate("checkpoint"):
             for kind, content in (f"model_{self.env_name}", model), ("trainer", state):
@@ -1098,16 +1421,30 @@ class Run(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         """The last line of metrics.jsonl, whatever the end is."""
         if error is not None:
-            name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(kind, kind.__name__)
+            name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(
+                kind, kind.__name__
+            )
             self.exit_reason = f"{name}: {error}"
-        rss, vram = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, torch.cuda.max_memory_allocated()  # KiB, bytes
-        self.write({"exit_reason": self.exit_reason, "peak_rss_mb": rss / 1024, "peak_vram_mb": vram / 2**20})
+        rss, vram = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            torch.cuda.max_memory_allocated(),
+        )  # KiB, bytes
+        self.write(
+            {
+                "exit_reason": self.exit_reason,
+                "peak_rss_mb": rss / 1024,
+                "peak_vram_mb": vram / 2**20,
+            }
+        )
         self.live.stop()
         with self.tolerate("TensorBoard"):
             self.writer.close()
         if self.args.track and "W&B" not in self.failed:
             sys.modules["wandb"].finish()
-        print(f"{self.exit_reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}", file=sys.stderr)
+        print(
+            f"{self.exit_reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}",
+            file=sys.stderr,
+        )
 
 
 class SilentRun(Run):
@@ -1121,8 +1458,16 @@ def machine(args: Args) -> str:
     """What this runs on and in which precision, and why."""
     fast = fast_bfloat16(args.device)
     why = "as told" if fast and args.precision == "float32" else fast or "no fast bfloat16 here"
-    where = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
-    if args.device == "cpu" and os.path.exists("/proc/driver/nvidia") and not torch.cuda.is_available():
+    where = (
+        torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else f"cpu, threads: {torch.get_num_threads()}"
+    )
+    if (
+        args.device == "cpu"
+        and os.path.exists("/proc/driver/nvidia")
+        and not torch.cuda.is_available()
+    ):
         where += " (an NVIDIA driver is here, but this torch sees no GPU)"
     return f"{where}, {args.precision} ({why})"
 
@@ -1135,9 +1480,13 @@ def check_args(args: Args):
     checked(vars(args))
     minibatch, most = args.minibatch_size, args.max_minibatch_size
     if minibatch % args.num_steps:
-        raise UsageError(f"--minibatch-size {minibatch}: must be a multiple of --num-steps {args.num_steps}")
+        raise UsageError(
+            f"--minibatch-size {minibatch}: must be a multiple of --num-steps {args.num_steps}"
+        )
     if minibatch > most and (minibatch % most or most % args.num_steps):
-        raise UsageError(f"--max-minibatch-size {most}: must divide --minibatch-size, and be a multiple of --num-steps")
+        raise UsageError(
+            f"--max-minibatch-size {most}: must divide --minibatch-size, and be a multiple of --num-steps"
+        )
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -1145,9 +1494,16 @@ def check_args(args: Args):
     if args.precision == "auto":
         args.precision = "bfloat16" if fast_bfloat16(args.device) else "float32"
     elif args.precision == "bfloat16" and not fast_bfloat16(args.device):
-        products = (torch.ones(256, 256, dtype=dtype, device=args.device) for dtype in (torch.bfloat16, torch.float32))
-        slow, fast = (torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products)
-        warn(f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware")
+        products = (
+            torch.ones(256, 256, dtype=dtype, device=args.device)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        slow, fast = (
+            torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products
+        )
+        warn(
+            f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware"
+        )
 
 
 def checked(values: dict[str, Any]) -> Args:
@@ -1159,7 +1515,9 @@ def checked(values: dict[str, Any]) -> Args:
         return TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise UsageError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
+        raise UsageError(
+            f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}"
+        ) from error
 
 
 def parse_value(text: Any) -> Any:
@@ -1175,7 +1533,9 @@ def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
     given, others = tyro.cli(Args, args=argv, add_help=False, return_unknown_args=True)
     default, resumed = Args(), None
     if given.config and given.resume:
-        raise UsageError("--resume: cannot be combined with --config; the run's own configuration is used")
+        raise UsageError(
+            "--resume: cannot be combined with --config; the run's own configuration is used"
+        )
     if given.config:
         with blame(f"--config {given.config}"):
             config = yaml.safe_load(Path(given.config).read_text())
@@ -1202,14 +1562,18 @@ def other_ranks():
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise ConnectionError(f"rank {RANK} lost another: {str(error).partition('. ')[0]}") from error
+            raise ConnectionError(
+                f"rank {RANK} lost another: {str(error).partition('. ')[0]}"
+            ) from error
         raise
 
 
 def gather_logs(envs, run, *values: torch.Tensor) -> np.ndarray:
     """Rank 0 gets what all ranks' environments logged, and which had most to do. Returns values' mean variances."""
     ranks, busy = [None] * WORLD_SIZE, sum(run.phases[name] for name in ("env", "policy", "update"))
-    dist.all_gather_object(ranks, (busy, [float(x.var()) for x in values], envs.episodes, envs.logs))
+    dist.all_gather_object(
+        ranks, (busy, [float(x.var()) for x in values], envs.episodes, envs.logs)
+    )
     envs.episodes, envs.logs = [], defaultdict(list)
     for *_, episodes, logs in ranks * (RANK == 0):
         envs.episodes += episodes
@@ -1223,7 +1587,11 @@ def gather_logs(envs, run, *values: torch.Tensor) -> np.ndarray:
 def meet() -> tuple[dist.Store, bool]:
     """A part of torchrun's store for this start alone, and whether it is a restart. The store has what the ranks before
     left there, and hosts count restarts differently: so each leaves a new word, and waits until all saw the same."""
-    store = next(dist.rendezvous("env://", RANK, WORLD_SIZE))[0] if "RANK" in os.environ else dist.HashStore()
+    store = (
+        next(dist.rendezvous("env://", RANK, WORLD_SIZE))[0]
+        if "RANK" in os.environ
+        else dist.HashStore()
+    )
     here, seen = ([f"{what} {rank}" for rank in range(WORLD_SIZE)] for what in ("here", "seen"))
     store.set(here[RANK], f"{os.urandom(8).hex()} {RESTARTS}")
     while True:
@@ -1231,7 +1599,9 @@ def meet() -> tuple[dist.Store, bool]:
             words = store.multi_get(here)
             store.set(seen[RANK], b"".join(words))
             if store.check(seen) and {b"".join(words)} == set(store.multi_get(seen)):
-                return dist.PrefixStore(words[0].hex(), store), any(not word.endswith(b" 0") for word in words)
+                return dist.PrefixStore(words[0].hex(), store), any(
+                    not word.endswith(b" 0") for word in words
+                )
         time.sleep(0.02)
 
 
@@ -1240,7 +1610,11 @@ def job_folder(args: Args) -> Path:
     job = os.getenv("TORCHELASTIC_RUN_ID", str(int(time.time())))
     if job == "none" and os.getenv("GROUP_WORLD_SIZE") != "1":
         raise UsageError("torchrun on several hosts needs --rdzv-id: it names the run's folder")
-    job = f"{int(psutil.Process(os.getppid()).create_time())}-{os.getppid()}" if job == "none" else job
+    job = (
+        f"{int(psutil.Process(os.getppid()).create_time())}-{os.getppid()}"
+        if job == "none"
+        else job
+    )
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}"
     return Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
 
@@ -1252,9 +1626,17 @@ def last_of_job(folder: Path, restarted: bool) -> dict | None:
         metrics = folder / "metrics.jsonl"
         reason = json.loads(metrics.read_text().splitlines()[-1])["exit_reason"].partition(":")[0]
         ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-        torchrun = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-        if restarted and metrics.stat().st_mtime > torchrun:  # an end that is not among these is that of a lost rank
-            raise SystemExit({"completed": 0, "time_limit": 0, "sigint": 130, "sigterm": 143, "diverged": 1}[reason])
+        torchrun = (
+            time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        )
+        if (
+            restarted and metrics.stat().st_mtime > torchrun
+        ):  # an end that is not among these is that of a lost rank
+            raise SystemExit(
+                {"completed": 0, "time_limit": 0, "sigint": 130, "sigterm": 143, "diverged": 1}[
+                    reason
+                ]
+            )
     if checkpoints(folder, "trainer"):
         return load_checkpoint(str(folder), "")
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a start that came to no checkpoint
@@ -1266,14 +1648,23 @@ def join_ranks(store: dist.Store, args: Args, resumed: dict | None, *more) -> li
     if args.device == "cuda":
         with blame(f"--device cuda: {local} ranks here, which need a GPU each"):
             torch.cuda.set_device(LOCAL_RANK)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # gloo tells of a lost rank; no abort of this process
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = (
+            "0"  # gloo tells of a lost rank; no abort of this process
+        )
     elif share := len(cores) // local:  # left to the scheduler, ranks were 8 % slower
         os.sched_setaffinity(0, cores[LOCAL_RANK * share : (LOCAL_RANK + 1) * share])
-    group = {"store": store, "rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(seconds=args.dist_timeout)}
+    group = {
+        "store": store,
+        "rank": RANK,
+        "world_size": WORLD_SIZE,
+        "timeout": timedelta(seconds=args.dist_timeout),
+    }
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **group)
     dist.broadcast_object_list(of_rank_0 := [args, resumed, *more])
     if resumed and not of_rank_0[1]:  # a job that has a checkpoint never starts from zero
-        raise UsageError(f"--resume {resumed['folder']}: seen by rank {RANK}, not by 0; hosts share --output-dir")
+        raise UsageError(
+            f"--resume {resumed['folder']}: seen by rank {RANK}, not by 0; hosts share --output-dir"
+        )
     return of_rank_0
 
 
@@ -1285,12 +1676,18 @@ def main() -> int:
             folder = Path(resumed["folder"]) if resumed else job_folder(args)
             return train(args, last_of_job(folder, restarted), store)
     except (UsageError, FloatingPointError, ConnectionError) as error:
-        if not isinstance(error, UsageError) or (LOCAL_RANK == 0 and (RESTARTS == 0 or "--resume" in str(error))):
-            print(f"error: {error}", file=sys.stderr)  # once; after a restart only a checkpoint's error is new
+        if not isinstance(error, UsageError) or (
+            LOCAL_RANK == 0 and (RESTARTS == 0 or "--resume" in str(error))
+        ):
+            print(
+                f"error: {error}", file=sys.stderr
+            )  # once; after a restart only a checkpoint's error is new
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
 
 
 if __name__ == "__main__":
-    os._exit(main())  # gloo's threads may hold Python objects: letting go of them in a dying interpreter aborts it
+    os._exit(
+        main()
+    )  # gloo's threads may hold Python objects: letting go of them in a dying interpreter aborts it

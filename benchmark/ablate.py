@@ -30,7 +30,10 @@ def without_reset():
     def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
         return backward(doutputs, dh, dc, gates, cells, torch.zeros_like(dones), weight_hh)
 
-    ppo.lstm_forward, ppo.lstm_backward = lstm_forward, lstm_backward  # by these names they are compiled
+    ppo.lstm_forward, ppo.lstm_backward = (
+        lstm_forward,
+        lstm_backward,
+    )  # by these names they are compiled
 
 
 def without_carry():
@@ -43,7 +46,9 @@ def without_bootstrap():
     compute = ppo.compute_advantages
 
     def compute_advantages(values, rewards, dones, valid, *rest):
-        return compute(values, rewards, dones, torch.cat((valid[:-1], torch.zeros_like(valid[:1]))), *rest)
+        return compute(
+            values, rewards, dones, torch.cat((valid[:-1], torch.zeros_like(valid[:1]))), *rest
+        )
 
     ppo.compute_advantages = compute_advantages
 
@@ -57,7 +62,12 @@ def without_vtrace():
     ppo.compute_advantages = compute_advantages
 
 
-PARTS = {"reset": without_reset, "carry": without_carry, "bootstrap": without_bootstrap, "vtrace": without_vtrace}
+PARTS = {
+    "reset": without_reset,
+    "carry": without_carry,
+    "bootstrap": without_bootstrap,
+    "vtrace": without_vtrace,
+}
 
 
 def main() -> int:

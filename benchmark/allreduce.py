@@ -39,16 +39,25 @@ def measure(numbers: int, repetitions: int = 300) -> tuple[float, float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--steps-per-second", type=float, default=10e6, help="of one GPU; assumed")
-    parser.add_argument("--share", type=int, default=32768, help="steps of a minibatch that one GPU computes; assumed")
+    parser.add_argument(
+        "--share",
+        type=int,
+        default=32768,
+        help="steps of a minibatch that one GPU computes; assumed",
+    )
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-    size = num_parameters(args.hidden_size) + 7 + 3 * dist.get_world_size()  # the script's losses, summaries
+    size = (
+        num_parameters(args.hidden_size) + 7 + 3 * dist.get_world_size()
+    )  # the script's losses, summaries
     lines = [
         f"gloo, {dist.get_world_size()} processes of this machine, milliseconds:\n",
         "| bytes | median | 90 % below |",

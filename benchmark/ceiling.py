@@ -25,7 +25,9 @@ def gflops(m: int, k: int, n: int, dtype: torch.dtype, device: str, seconds: flo
     best, start = float("inf"), time.perf_counter()
     while best == float("inf") or time.perf_counter() - start < seconds:
         before, count = time.perf_counter(), 0
-        while count < 5 and (count == 0 or time.perf_counter() - start < seconds):  # bfloat16 may take 13 s a product
+        while count < 5 and (
+            count == 0 or time.perf_counter() - start < seconds
+        ):  # bfloat16 may take 13 s a product
             torch.mm(a, b, out=out)
             count += 1
         if device == "cuda":
@@ -38,7 +40,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--env-id", help="of no use here: the runner gives it to every program")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -57,7 +61,9 @@ def main():
             name = str(dtype).removeprefix("torch.")
             speeds = [gflops(*shape, dtype, args.device, seconds) for shape in shapes]
             for shape, speed in zip(shapes, speeds):
-                every.append({"threads": key, "dtype": name, "shape": shape, "gflops": round(speed, 1)})
+                every.append(
+                    {"threads": key, "dtype": name, "shape": shape, "gflops": round(speed, 1)}
+                )
             ceiling[key][name] = round(max(speeds), 1)
     row = {"versions": {"torch": torch.__version__}, "ceiling": ceiling, "products": every}
     row |= {"seconds": time.perf_counter() - start, "exit_reason": "completed"}

@@ -31,7 +31,9 @@ OURS = (
 )
 
 
-def ours(shown: int, steps: int, segment: int = 64, gamma: float = 0.999, gae_lambda: float = 0.95) -> dict:
+def ours(
+    shown: int, steps: int, segment: int = 64, gamma: float = 0.999, gae_lambda: float = 0.95
+) -> dict:
     flags = f"--num-steps {segment} --minibatch-size {16 * segment} --gamma {gamma} --gae-lambda {gae_lambda}"
     return {"program": "ours", "shown": shown, "steps": steps, "flags": f"{OURS} {flags}"}
 
@@ -41,7 +43,13 @@ def pufferl(shown: int, steps: int, **changes) -> dict:
     return {"program": "pufferl", "shown": shown, "steps": steps, "flags": json.dumps(changes)}
 
 
-FAIR = {"gamma": 0.999, "gae_lambda": 0.95, "learning_rate": 0.02, "ent_coef": 0.001, "update_epochs": 2}
+FAIR = {
+    "gamma": 0.999,
+    "gae_lambda": 0.95,
+    "learning_rate": 0.02,
+    "ent_coef": 0.001,
+    "update_epochs": 2,
+}
 FAIR |= {"prio_alpha": 0}
 SETTINGS = {
     "visible, segments of 64, lambda 0.9": ours(128, 250_000, gae_lambda=0.9),
@@ -69,9 +77,22 @@ def command(setting: dict, seed: int) -> list[str]:
     """The command of a cell, run in the repository's folder; DIR stands for a temporary folder."""
     common = f"--seed {seed} --total-timesteps {setting['steps']} --env.shown {setting['shown']}"
     if setting["program"] == "pufferl":
-        row = ["--pufferl", str(seed), str(setting["steps"]), str(setting["shown"]), setting["flags"]]
+        row = [
+            "--pufferl",
+            str(seed),
+            str(setting["steps"]),
+            str(setting["shown"]),
+            setting["flags"],
+        ]
         return [".peers/pufferl/bin/python", "benchmark/credit.py", *row]
-    train = ["python", "ppo_lstm_puffer.py", *setting["flags"].split(), *common.split(), "--output-dir", "DIR"]
+    train = [
+        "python",
+        "ppo_lstm_puffer.py",
+        *setting["flags"].split(),
+        *common.split(),
+        "--output-dir",
+        "DIR",
+    ]
     if setting["program"] == "native":
         train[1:4] = ["benchmark/credit.py", "--ours", "--env-id", "far_rewards"]
     return train
@@ -85,7 +106,11 @@ def native():
     class FarRewards(pufferlib.PufferEnv):
         def __init__(self, num_envs=64, shown=127, buf=None, seed=0):
             self.single_observation_space = gym.spaces.Box(0, 1, (4,), np.float32)
-            self.single_action_space, self.num_agents, self.shown = gym.spaces.Discrete(2), num_envs, shown
+            self.single_action_space, self.num_agents, self.shown = (
+                gym.spaces.Discrete(2),
+                num_envs,
+                shown,
+            )
             super().__init__(buf)
 
         def begin(self):
@@ -108,7 +133,11 @@ def native():
             if self.t == 0:
                 self.choice = np.array(actions).reshape(-1)
             over, infos = self.t == 127, []
-            self.rewards[:], self.terminals[:], self.truncations[:] = over * (self.choice == self.cue), over, False
+            self.rewards[:], self.terminals[:], self.truncations[:] = (
+                over * (self.choice == self.cue),
+                over,
+                False,
+            )
             self.t += 1
             if over:
                 infos = [{"episode_return": float(self.rewards.mean())}]
@@ -152,11 +181,23 @@ def train_pufferl(seed: int, steps: int, shown: int, changes: str):
     torch.manual_seed(seed)  # its own seeding is commented out
     np.random.seed(seed)
     config = pufferlib.pufferl.load_config("default")["train"]
-    config |= {"device": "cpu", "total_timesteps": steps, "seed": seed, "env": "far", "use_rnn": True}
-    config |= {"minibatch_size": 1024, "data_dir": tempfile.gettempdir(), "checkpoint_interval": 10**9}
+    config |= {
+        "device": "cpu",
+        "total_timesteps": steps,
+        "seed": seed,
+        "env": "far",
+        "use_rnn": True,
+    }
+    config |= {
+        "minibatch_size": 1024,
+        "data_dir": tempfile.gettempdir(),
+        "checkpoint_interval": 10**9,
+    }
     config |= json.loads(changes)
     makes, copies = (native(), 1) if config.pop("native", False) else (make, 64)
-    vecenv = pufferlib.vector.make(makes, backend=pufferlib.vector.Serial, num_envs=copies, seed=seed)
+    vecenv = pufferlib.vector.make(
+        makes, backend=pufferlib.vector.Serial, num_envs=copies, seed=seed
+    )
     policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=32)
     policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, input_size=32, hidden_size=32)
     trainer = pufferlib.pufferl.PuffeRL(config, vecenv, policy)
@@ -175,10 +216,17 @@ def curve(program: str, folder: pathlib.Path, output: str) -> list[tuple[int, fl
     if program != "pufferl":
         (file,) = folder.glob("*/metrics.jsonl")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        return [(row["step"], round(row["episodic_return"], 4)) for row in rows if "episodic_return" in row]
+        return [
+            (row["step"], round(row["episodic_return"], 4))
+            for row in rows
+            if "episodic_return" in row
+        ]
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
     groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
-    points = [(group[-1]["step"], [value for row in group for value in row["returns"]]) for group in groups]
+    points = [
+        (group[-1]["step"], [value for row in group for value in row["returns"]])
+        for group in groups
+    ]
     return [(step, round(float(np.mean(values)), 4)) for step, values in points if values]
 
 
@@ -214,7 +262,10 @@ def steps_to(points: list, level: float = 0.95) -> int | None:
 
 
 def table(cells: dict) -> str:
-    lines = ["| | seeds | right in the end, by seed | steps to 0.95, by seed |", "|---|---|---|---|"]
+    lines = [
+        "| | seeds | right in the end, by seed | steps to 0.95, by seed |",
+        "|---|---|---|---|",
+    ]
     for name in SETTINGS:
         runs = [cell for cell in cells.values() if cell["setting"] == name]
         if runs:
@@ -222,7 +273,9 @@ def table(cells: dict) -> str:
             seeds = ", ".join(str(cell["seed"]) for cell in runs)
             ends = ", ".join(f"{final(cell['curve']):.2f}" for cell in runs)
             reached = [steps_to(cell["curve"]) for cell in runs]
-            reached = ", ".join("no" if steps is None else f"{steps / 1000:.0f} k" for steps in reached)
+            reached = ", ".join(
+                "no" if steps is None else f"{steps / 1000:.0f} k" for steps in reached
+            )
             total = round(runs[0]["curve"][-1][0] / 10_000) * 10
             lines.append(f"| {name} ({total} k steps) | {seeds} | {ends} | {reached} |")
     return "\n".join(lines)
@@ -232,7 +285,11 @@ def report(out: pathlib.Path, cells: dict):
     """Writes credit.md: the table, between the text before and after its two marks if the file is there already."""
     path = out / "credit.md"
     begin, end = "<!-- table: benchmark/credit.py -->\n", "<!-- end of table -->\n"
-    before, _, rest = path.read_text().partition(begin) if path.exists() else ("# Credit over 128 steps\n\n", "", "")
+    before, _, rest = (
+        path.read_text().partition(begin)
+        if path.exists()
+        else ("# Credit over 128 steps\n\n", "", "")
+    )
     after = rest.partition(end)[2]
     path.write_text(f"{before}{begin}\n{table(cells)}\n\n{end}{after}")
 
@@ -240,12 +297,18 @@ def report(out: pathlib.Path, cells: dict):
 def main():
     if sys.argv[1:2] == ["--ours"]:
         return train_ours(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", default="", help="settings whose name contains this")
     parser.add_argument("--out", type=pathlib.Path, help="where credit.json and credit.md go")
-    parser.add_argument("--quick", action="store_true", help="one seed, a third of the steps, in runs/credit-quick")
-    parser.add_argument("--report", action="store_true", help="only make credit.md from credit.json")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, a third of the steps, in runs/credit-quick"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="only make credit.md from credit.json"
+    )
     parser.add_argument("--pufferl", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pufferl:
@@ -266,9 +329,16 @@ def main():
                 print(f"{key}: left out, no .peers/pufferl (make benchmark-peers)", flush=True)
                 continue
             cells[key] = {"setting": name, "seed": seed} | run(setting, seed)
-            file.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in cells.items()) + "\n}\n")
+            file.write_text(
+                "{\n"
+                + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in cells.items())
+                + "\n}\n"
+            )
             points = cells[key]["curve"]
-            print(f"{key}: {final(points):.2f}, 0.95 at {steps_to(points)}, {cells[key]['seconds']:.0f} s", flush=True)
+            print(
+                f"{key}: {final(points):.2f}, 0.95 at {steps_to(points)}, {cells[key]['seconds']:.0f} s",
+                flush=True,
+            )
     report(out, cells)
 
 

@@ -47,10 +47,14 @@ def facts() -> dict:
     """What the records after this one were made with."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "ppo_lstm_puffer*.py", "protein_sweep.py")
-    versions = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions = {"python": sys.version.split()[0]} | {
+        name: importlib.metadata.version(name) for name in PACKAGES
+    }
     commit = git("rev-parse", "--short", "HEAD") + " with changes" * bool(changed)
     return {"kind": "facts", "commit": commit, "versions": versions}
 
@@ -67,10 +71,23 @@ def append_line(path: pathlib.Path, record: dict):
 def progress_bar():
     """Progress with the time left, on stderr. Refreshed by hand: a thread of its own would be in the way of forks."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True, soft_wrap=True, highlight=False), auto_refresh=False)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(
+        *columns, console=Console(stderr=True, soft_wrap=True, highlight=False), auto_refresh=False
+    )
 
 
 def wait_until(condition, seconds: float) -> bool:
@@ -85,16 +102,31 @@ def wait_until(condition, seconds: float) -> bool:
 
 def sections(script: str) -> list[tuple[int, str]]:
     """The parts of the script's `train` as (first line, name), by the comments that are its landmarks."""
-    marks = {"def train(": "start", "            # ROLLOUT": "rollout", "            # UPDATE": "update"}
+    marks = {
+        "def train(": "start",
+        "            # ROLLOUT": "rollout",
+        "            # UPDATE": "update",
+    }
     marks |= {"            # LOGGING": "log", "        if step < total_steps": "end"}
     lines = (ROOT / script).read_text().splitlines()
-    return [(n, name) for n, line in enumerate(lines, 1) for mark, name in marks.items() if line.startswith(mark)]
+    return [
+        (n, name)
+        for n, line in enumerate(lines, 1)
+        for mark, name in marks.items()
+        if line.startswith(mark)
+    ]
 
 
 def phase_of(frames: list[dict]) -> str:
     """What a stack (innermost frame first) is doing."""
-    names = {frame["name"].rpartition(".")[2] for frame in frames}  # since Python 3.11 qualified names
-    for name, phase in (("_worker_process", "worker"), ("save_checkpoint", "checkpoint"), ("_invoke_run", "watch")):
+    names = {
+        frame["name"].rpartition(".")[2] for frame in frames
+    }  # since Python 3.11 qualified names
+    for name, phase in (
+        ("_worker_process", "worker"),
+        ("save_checkpoint", "checkpoint"),
+        ("_invoke_run", "watch"),
+    ):
         if name in names:
             return phase
     for frame in frames:
@@ -119,10 +151,18 @@ def look(process: psutil.Process) -> tuple[str, bool]:
     words = [str(py_spy), "dump", "--nonblocking", "--json", "--pid", str(process.pid)]
     handles = handles_signals(process.pid)
     try:
-        threads = json.loads(subprocess.run(words, capture_output=True, text=True, timeout=30).stdout)
-        (main,) = [thread for thread in threads if thread["os_thread_id"] == process.pid] or threads[-1:]
+        threads = json.loads(
+            subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+        )
+        (main,) = [
+            thread for thread in threads if thread["os_thread_id"] == process.pid
+        ] or threads[-1:]
         return phase_of(main["frames"]), handles
-    except (ValueError, KeyError, subprocess.TimeoutExpired):  # mostly an interpreter that is not up yet
+    except (
+        ValueError,
+        KeyError,
+        subprocess.TimeoutExpired,
+    ):  # mostly an interpreter that is not up yet
         return "unknown", handles
 
 
@@ -139,9 +179,22 @@ class Loss(Exception):
 class Chain:
     """What is started, killed, and started again in the same folder, where it must go on. This one: the script."""
 
-    script, launcher, arguments, iteration = "ppo_lstm_puffer.py", "", f"--env-id cartpole {SIZES}", 64 * 16
-    victims, limit, grace = ("script",), 30.0, 10.0  # seconds from the signal to the end, and until no process is left
-    variables, new_group, pythons = {}, False, True  # pythons: SIGINT may have been Python's own to answer
+    script, launcher, arguments, iteration = (
+        "ppo_lstm_puffer.py",
+        "",
+        f"--env-id cartpole {SIZES}",
+        64 * 16,
+    )
+    victims, limit, grace = (
+        ("script",),
+        30.0,
+        10.0,
+    )  # seconds from the signal to the end, and until no process is left
+    variables, new_group, pythons = (
+        {},
+        False,
+        True,
+    )  # pythons: SIGINT may have been Python's own to answer
     our_traceback = r"Traceback \(most recent call last\)"
 
     def __init__(self, work: pathlib.Path):
@@ -150,16 +203,27 @@ class Chain:
 
     def command(self) -> list[str]:
         words = f"{self.arguments} {TINY} --total-timesteps 1_000_000_000 --output-dir out".split()
-        return [*self.launcher.split(), str(ROOT / self.script), *words, *(["--resume", "latest"] if self.step else [])]
+        return [
+            *self.launcher.split(),
+            str(ROOT / self.script),
+            *words,
+            *(["--resume", "latest"] if self.step else []),
+        ]
 
     def start(self):
         self.mark, self.starts, self.began = uuid.uuid4().hex, self.starts + 1, time.monotonic()
         self.output = self.work / f"output{self.starts}"
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"} | self.variables
-        options = {"cwd": self.work, "stdin": subprocess.DEVNULL, "start_new_session": self.new_group}
+        options = {
+            "cwd": self.work,
+            "stdin": subprocess.DEVNULL,
+            "start_new_session": self.new_group,
+        }
         with self.output.open("w") as file:
             words = [sys.executable, *self.command()]
-            self.process = subprocess.Popen(words, env=environment, stdout=file, stderr=file, **options)
+            self.process = subprocess.Popen(
+                words, env=environment, stdout=file, stderr=file, **options
+            )
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -167,7 +231,10 @@ class Chain:
     def steps(self) -> list[list[int]]:
         """The steps logged since each time the script said where its run is; torchrun starts it again by itself."""
         parts = re.split(r"^run: .*$", self.text(), flags=re.MULTILINE)[1:]
-        return [[int(step) for step in re.findall(r"^step=(\d+) ", part, re.MULTILINE)] for part in parts]
+        return [
+            [int(step) for step in re.findall(r"^step=(\d+) ", part, re.MULTILINE)]
+            for part in parts
+        ]
 
     def over(self) -> bool:
         return self.process.poll() is not None
@@ -188,7 +255,12 @@ class Chain:
             self.start()
         target, signum = self.choose(rng)
         early, moment = rng.random() < 0.3, rng.random()
-        record = {"target": target, "signal": signal.Signals(signum).name, "phase": "-", "losses": []}
+        record = {
+            "target": target,
+            "signal": signal.Signals(signum).name,
+            "phase": "-",
+            "losses": [],
+        }
         try:
             victim, record["phase"], handles = self.stopped(target, early, moment)
             record["after_s"] = round(time.monotonic() - self.began, 2)
@@ -240,13 +312,19 @@ class Chain:
         process.wait()
         record, text = {"code": code, "seconds": round(end - sent, 2)}, self.text()
         record["gone_s"] = round(time.monotonic() - end, 2)
-        early = "Fatal Python error: init_" in text  # Ctrl-C while the interpreter starts: no line of ours has run
+        early = (
+            "Fatal Python error: init_" in text
+        )  # Ctrl-C while the interpreter starts: no line of ours has run
         if code is not None and not early and (code == 0 if codes is None else code not in codes):
             losses.append(f"exit code {code}, not {' or '.join(map(str, codes or ['an error']))}")
         if left:
             losses.append(f"left running: {left}")
         if re.search(self.our_traceback, text):
-            if self.pythons and code in (-INT, 130, 1) and text.rstrip().endswith("KeyboardInterrupt"):
+            if (
+                self.pythons
+                and code in (-INT, 130, 1)
+                and text.rstrip().endswith("KeyboardInterrupt")
+            ):
                 record["note"] = "Python's own KeyboardInterrupt, before the script handles signals"
             else:
                 losses.append("a traceback")
@@ -261,10 +339,16 @@ class Chain:
         for number, steps in enumerate(self.steps()):
             # Restarted by torchrun, it goes on from the checkpoint of the last line, or from the one before it.
             first = (last + iteration, last) if number else (last + iteration,)
-            if steps and (steps[0] not in first or steps != list(range(steps[0], steps[-1] + 1, iteration))):
-                losses.append(f"went on at step {steps[0]} (lines to {steps[-1]}), the checkpoint was at {last}")
+            if steps and (
+                steps[0] not in first or steps != list(range(steps[0], steps[-1] + 1, iteration))
+            ):
+                losses.append(
+                    f"went on at step {steps[0]} (lines to {steps[-1]}), the checkpoint was at {last}"
+                )
             last = steps[-1] if steps else last
-        if not list(self.work.glob("out/*/trainer_*.pt")):  # killed before the first: the next start is a new one
+        if not list(
+            self.work.glob("out/*/trainer_*.pt")
+        ):  # killed before the first: the next start is a new one
             return [*losses, "no checkpoint"] if last > iteration else losses
         try:
             with contextlib.redirect_stderr(messages):
@@ -274,11 +358,18 @@ class Chain:
         if messages.getvalue():
             losses.append(f"a checkpoint was skipped: {clean(messages.getvalue())}")
         if not max(self.step, last - iteration) <= state["step"]:
-            losses.append(f"the checkpoint is at step {state['step']}, after {self.step} before; {last} was logged")
+            losses.append(
+                f"the checkpoint is at step {state['step']}, after {self.step} before; {last} was logged"
+            )
         rows = read_lines(pathlib.Path(state["folder"], "metrics.jsonl"))
         logged = [row["step"] for row in rows if "exit_reason" not in row]
-        if logged != list(range(iteration, iteration * len(logged) + 1, iteration)) or len(rows) > len(logged) + 1:
-            losses.append(f"metrics.jsonl does not have every step once: {len(rows)} lines to {rows[-1]['step']}")
+        if (
+            logged != list(range(iteration, iteration * len(logged) + 1, iteration))
+            or len(rows) > len(logged) + 1
+        ):
+            losses.append(
+                f"metrics.jsonl does not have every step once: {len(rows)} lines to {rows[-1]['step']}"
+            )
         self.step = state["step"]
         return losses
 
@@ -292,7 +383,9 @@ class Chain:
 class Workers(Chain):
     """The script with two environment workers. They ignore SIGINT and SIGTERM, which are the parent's to answer."""
 
-    arguments = "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --num-workers 2"
+    arguments = (
+        "--env-id CartPole-v1 --num-envs 16 --num-steps 8 --minibatch-size 64 --num-workers 2"
+    )
     victims, iteration = ("script", "worker"), 16 * 8
 
     def processes(self, target: str) -> list[psutil.Process]:
@@ -326,7 +419,10 @@ class Ranks(Chain):
 
     def choose(self, rng: random.Random) -> tuple[str, int]:
         target, signum = super().choose(rng)
-        return "torchrun" if self.struck == self.mark else target, signum  # a job that has restarted is the next to end
+        return (
+            "torchrun" if self.struck == self.mark else target,
+            signum,
+        )  # a job that has restarted is the next to end
 
     def processes(self, target: str) -> list[psutil.Process]:
         job, found = psutil.Process(self.process.pid), []
@@ -358,7 +454,9 @@ class Sweep(Chain):
     complete, known = {}, 0
 
     def command(self) -> list[str]:
-        space = "learning_rate: {distribution: log_normal, min: 0.001, max: 0.1}\ngamma: [0.9, 0.99]\n"
+        space = (
+            "learning_rate: {distribution: log_normal, min: 0.001, max: 0.1}\ngamma: [0.9, 0.99]\n"
+        )
         (self.work / "space.yaml").write_text(space)
         words = "--env-id cartpole --space space.yaml --workers 2 --num-trials 100000 --max-cost-seconds 60"
         words += f" -- {SIZES} {TINY} --total-timesteps 32768"
@@ -370,10 +468,16 @@ class Sweep(Chain):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         path = self.work / "sweeps/cartpole__ppo_lstm_puffer/study.db"
         try:
-            return optuna.load_study(study_name=path.parent.name, storage=f"sqlite:///{path}").get_trials()
-        except Exception as error:  # SQLAlchemy's and Optuna's: there is no study yet, or it was spoilt
+            return optuna.load_study(
+                study_name=path.parent.name, storage=f"sqlite:///{path}"
+            ).get_trials()
+        except (
+            Exception
+        ) as error:  # SQLAlchemy's and Optuna's: there is no study yet, or it was spoilt
             if self.known:
-                raise Loss(f"the study does not load: {type(error).__name__}: {clean(str(error))[:300]}") from error
+                raise Loss(
+                    f"the study does not load: {type(error).__name__}: {clean(str(error))[:300]}"
+                ) from error
             return []
 
     def started(self) -> int:
@@ -387,7 +491,9 @@ class Sweep(Chain):
         sweep, found = psutil.Process(self.process.pid), []
         for process in sweep.children():
             with contextlib.suppress(psutil.Error):
-                found += [process] if re.search(r"trials/\d+/run", " ".join(process.cmdline())) else []
+                found += (
+                    [process] if re.search(r"trials/\d+/run", " ".join(process.cmdline())) else []
+                )
         return found if target == "trial" else [sweep]
 
     def before(self, victim: psutil.Process) -> int:
@@ -399,11 +505,18 @@ class Sweep(Chain):
             return super().after(target, signum, handles, before)
         wait_until(lambda: self.trials()[before].state.is_finished(), 20)
         trial, losses = self.trials()[before], self.check()
-        if not (trial.state.name == "COMPLETE" or (trial.state.name == "FAIL" and "failure" in trial.user_attrs)):
+        if not (
+            trial.state.name == "COMPLETE"
+            or (trial.state.name == "FAIL" and "failure" in trial.user_attrs)
+        ):
             losses.append(f"trial {before} is {trial.state.name}, not a recorded failure")
         if self.over():
             raise Loss(f"the sweep ended with {self.process.returncode}")
-        return {"trial": trial.user_attrs.get("failure", "complete")[-200:], "step": self.step, "losses": losses}
+        return {
+            "trial": trial.user_attrs.get("failure", "complete")[-200:],
+            "step": self.step,
+            "losses": losses,
+        }
 
     def check(self) -> list[str]:
         """The study loads, and of its complete trials none is lost or changed."""
@@ -418,7 +531,9 @@ class Sweep(Chain):
 class Start(Chain):
     """A first start with an empty compile cache: a signal to its group; a second one with that cache must train."""
 
-    arguments = "--num-envs 64 --num-steps 8 --minibatch-size 128 --hidden-size 32 --total-timesteps 20000 "
+    arguments = (
+        "--num-envs 64 --num-steps 8 --minibatch-size 128 --hidden-size 32 --total-timesteps 20000 "
+    )
     arguments += "--precision float32 --output-dir out"
     limit, grace, new_group, longest = 3.0, 3.0, True, 900.0
     cold = 0.0  # seconds that a first start takes to its first line
@@ -436,7 +551,10 @@ class Start(Chain):
 
     def fault(self, rng: random.Random, number: int) -> dict:
         self.signum = (INT, TERM, KILL)[number % 3]
-        record, text = {"target": "group", "signal": self.signum.name, "phase": "-", "losses": []}, ""
+        record, text = (
+            {"target": "group", "signal": self.signum.name, "phase": "-", "losses": []},
+            "",
+        )
         try:
             if not self.cold:
                 self.first(self.longest)
@@ -451,7 +569,13 @@ class Start(Chain):
             self.pythons = not handles_signals(self.process.pid)
             os.killpg(self.process.pid, self.signum)
             codes = {128 + self.signum, -self.signum} if self.pythons else {128 + self.signum}
-            codes = {-KILL} if self.signum == KILL else codes | {1} if self.pythons and self.signum == INT else codes
+            codes = (
+                {-KILL}
+                if self.signum == KILL
+                else codes | {1}
+                if self.pythons and self.signum == INT
+                else codes
+            )
             record |= self.settle(codes)
             text = self.text()
             record["next_s"], losses = self.again()
@@ -470,15 +594,28 @@ class Start(Chain):
         """The next start, with the same cache: its seconds, and what did not hold."""
         self.start()
         wait_until(self.over, self.longest)
-        code, lines, last = self.process.poll(), sum(map(len, self.steps())), self.text().strip().rpartition("\n")[2]
+        code, lines, last = (
+            self.process.poll(),
+            sum(map(len, self.steps())),
+            self.text().strip().rpartition("\n")[2],
+        )
         self.end()
         right = code == 0 and lines >= 2
-        wrong = [] if right else [f"the next start: exit code {code}, {lines} lines logged: {clean(last)}"]
+        wrong = (
+            []
+            if right
+            else [f"the next start: exit code {code}, {lines} lines logged: {clean(last)}"]
+        )
         return round(time.monotonic() - self.began, 2), wrong
 
 
 CAMPAIGNS = {
-    "kills": {"script": (Chain, 112), "workers": (Workers, 35), "ddp": (Ranks, 31), "sweep": (Sweep, 31)},
+    "kills": {
+        "script": (Chain, 112),
+        "workers": (Workers, 35),
+        "ddp": (Ranks, 31),
+        "sweep": (Sweep, 31),
+    },
     "starts": {"script": (Start, 30)},
 }
 
@@ -486,7 +623,9 @@ CAMPAIGNS = {
 def kills(args) -> list[dict]:
     """Goes on up to the number of kills of each kind. Returns the new records."""
     file, made, kinds = args.out / f"{args.what}.jsonl", [], CAMPAIGNS[args.what]
-    wanted = {kind: args.count or count for kind, (_, count) in kinds.items() if args.only in (None, kind)}
+    wanted = {
+        kind: args.count or count for kind, (_, count) in kinds.items() if args.only in (None, kind)
+    }
     done = collections.Counter(record["kind"] for record in read_lines(file))
     append_line(file, facts())
     with progress_bar() as bar, contextlib.ExitStack() as last:
@@ -502,7 +641,9 @@ def kills(args) -> list[dict]:
                 made.append(record)
                 keys = ("target", "signal", "phase", "code", "seconds", "step")
                 words = " ".join(str(record.get(key, "-")) for key in keys)
-                bar.console.print(f"{kind} {number + 1}/{count}: {words} {record['losses'] or ''}", markup=False)
+                bar.console.print(
+                    f"{kind} {number + 1}/{count}: {words} {record['losses'] or ''}", markup=False
+                )
                 bar.update(task, advance=1, refresh=True)
                 if record["losses"]:  # its folder stays as it is, to be looked at
                     chain.end()
@@ -513,7 +654,10 @@ def kills(args) -> list[dict]:
 
 def inputs(args) -> list[dict]:
     """Goes on through the examples of each kind. Returns the new records."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before the imports: what forks has one thread
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }  # before the imports: what forks has one thread
     import malformed
 
     base, file, made = malformed.make_base(args.work / "base"), args.out / "inputs.jsonl", []
@@ -529,7 +673,10 @@ def inputs(args) -> list[dict]:
                 append_line(file, record)
                 made.append(record)
                 if record["violation"]:
-                    bar.console.print(f"{kind} {number}: {record['violation']}: {record['input'][:150]}", markup=False)
+                    bar.console.print(
+                        f"{kind} {number}: {record['violation']}: {record['input'][:150]}",
+                        markup=False,
+                    )
                 bar.update(task, advance=1, refresh=number % 10 == 0)
     return made
 
@@ -563,11 +710,23 @@ def soak(args):
         try:
             while (now := time.monotonic() - start) < seconds and process.poll() is None:
                 one = psutil.Process(process.pid)
-                for logged in re.findall(r"^step=(\d+) ", (args.work / "soak.log").read_text(), re.MULTILINE)[-1:]:
+                for logged in re.findall(
+                    r"^step=(\d+) ", (args.work / "soak.log").read_text(), re.MULTILINE
+                )[-1:]:
                     step = int(logged)
                 cpu = sum(one.cpu_times()[:2])
                 memory = round(one.memory_info().rss / 2**20, 2)
-                samples.append([round(now, 1), memory, one.num_threads(), one.num_fds(), step, cpu, machine_speed()])
+                samples.append(
+                    [
+                        round(now, 1),
+                        memory,
+                        one.num_threads(),
+                        one.num_fds(),
+                        step,
+                        cpu,
+                        machine_speed(),
+                    ]
+                )
                 bar.update(task, completed=int(now), refresh=True)
                 time.sleep(min(10.0, seconds / 30))
         finally:
@@ -581,8 +740,16 @@ def soak(args):
         first, last = part[0], part[-1]
         if last[4] > first[4] and last[5] > first[5]:
             fixed = statistics.mean(sample[6] for sample in part)
-            speed.append([first[0], round((last[4] - first[4]) / (last[5] - first[5])), round(fixed, 3)])
-    content = facts() | {"hours": args.hours, "code": code, "steps": samples[-1][4], "samples": samples, "speed": speed}
+            speed.append(
+                [first[0], round((last[4] - first[4]) / (last[5] - first[5])), round(fixed, 3)]
+            )
+    content = facts() | {
+        "hours": args.hours,
+        "code": code,
+        "steps": samples[-1][4],
+        "samples": samples,
+        "speed": speed,
+    }
     (args.out / "soak.json").write_text(json.dumps(content) + "\n")
     print("\n".join(soak_lines(content)))
 
@@ -629,7 +796,13 @@ def soak_figure(content: dict, path: pathlib.Path):
         axes[1].plot(samples[:, 0] / 60, samples[:, column], color=color, label=name)
     axes[2].plot(speed[:, 0] / 60, speed[:, 1] / 1000, color="#0072B2", lw=0.8, label="training")
     fixed = speed[:, 2] * speed[:, 1].mean() / speed[:, 2].mean()
-    axes[2].plot(speed[:, 0] / 60, fixed / 1000, color="#D55E00", lw=0.8, label="a fixed piece of work, scaled")
+    axes[2].plot(
+        speed[:, 0] / 60,
+        fixed / 1000,
+        color="#D55E00",
+        lw=0.8,
+        label="a fixed piece of work, scaled",
+    )
     axes[2].legend(frameon=False)
     axes[1].legend(frameon=False)
     for ax, label in zip(axes, ("memory, MiB", "", "1000 steps per CPU s")):
@@ -643,29 +816,44 @@ def soak_figure(content: dict, path: pathlib.Path):
 
 
 def table(header: list[str], rows: list[list]) -> list[str]:
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)] + [""]
+    return [
+        "| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)
+    ] + [""]
 
 
 def of_kills(killed: list[dict], what: str = "kills") -> list[str]:
     losses = [record for record in killed if record["losses"]]
     lines = [f"## {what.capitalize()}", ""]
-    lines += [f"`python benchmark/faults.py {what}`: {len(killed)} kills, losses: {len(losses)}.", ""]
+    lines += [
+        f"`python benchmark/faults.py {what}`: {len(killed)} kills, losses: {len(losses)}.",
+        "",
+    ]
     rows = []
     for kind, target in dict.fromkeys((record["kind"], record["target"]) for record in killed):
         some = [record for record in killed if (record["kind"], record["target"]) == (kind, target)]
         signals = collections.Counter(record["signal"] for record in some)
-        seconds = sorted(record["seconds"] for record in some if "seconds" in record) or [float("nan")]
+        seconds = sorted(record["seconds"] for record in some if "seconds" in record) or [
+            float("nan")
+        ]
         row = [kind, target, signals["SIGKILL"], signals["SIGTERM"], signals["SIGINT"]]
         took = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}"
         rows.append([*row, took, sum(bool(one["losses"]) for one in some)])
     spread = "seconds until it had ended, or gone on: median, most"
     lines += table(["kind", "victim", "SIGKILL", "SIGTERM", "SIGINT", spread, "losses"], rows)
-    phases = [phase for phase, _ in collections.Counter(record["phase"] for record in killed).most_common()]
+    phases = [
+        phase
+        for phase, _ in collections.Counter(record["phase"] for record in killed).most_common()
+    ]
     hits = {}
     for kind in CAMPAIGNS[what]:
-        hits[kind] = collections.Counter(record["phase"] for record in killed if record["kind"] == kind)
+        hits[kind] = collections.Counter(
+            record["phase"] for record in killed if record["kind"] == kind
+        )
     lines += [f"What the victim was doing, by its {'stack' if what == 'kills' else 'output'}:", ""]
-    lines += table(["kind", *phases], [[kind, *(hit[phase] or "" for phase in phases)] for kind, hit in hits.items()])
+    lines += table(
+        ["kind", *phases],
+        [[kind, *(hit[phase] or "" for phase in phases)] for kind, hit in hits.items()],
+    )
     unknown = "`unknown`: an interpreter that py-spy could not read, most of them not up yet; "
     unknown += "`end`: after the training loop."
     lines += [unknown, ""] if what == "kills" else []
@@ -680,27 +868,50 @@ def of_kills(killed: list[dict], what: str = "kills") -> list[str]:
 def of_inputs(given: list[dict]) -> list[str]:
     wrong = [record for record in given if record["violation"]]
     lines = ["## Malformed input", ""]
-    lines += [f"`python benchmark/faults.py inputs`: {len(given)} inputs, violations: {len(wrong)}.", ""]
+    lines += [
+        f"`python benchmark/faults.py inputs`: {len(given)} inputs, violations: {len(wrong)}.",
+        "",
+    ]
     rows = []
     for kind in dict.fromkeys(record["kind"] for record in given):
         some = [record for record in given if record["kind"] == kind]
         codes = collections.Counter(record["code"] for record in some)
-        others = ", ".join(f"{code}: {count}" for code, count in codes.items() if code not in (0, 1, 2))
+        others = ", ".join(
+            f"{code}: {count}" for code, count in codes.items() if code not in (0, 1, 2)
+        )
         violations = sum(bool(record["violation"]) for record in some)
         rows.append([kind, len(some), codes[2], codes[1], codes[0], others, violations])
-    header = ["kind", "inputs", "refused (exit code 2)", "failed with a reason (1)", "ran (0)", "other exit codes"]
+    header = [
+        "kind",
+        "inputs",
+        "refused (exit code 2)",
+        "failed with a reason (1)",
+        "ran (0)",
+        "other exit codes",
+    ]
     header.append("violations")
     lines += table(header, rows)
-    for violation, count in collections.Counter(record["violation"] for record in wrong).most_common():
+    for violation, count in collections.Counter(
+        record["violation"] for record in wrong
+    ).most_common():
         first = next(record for record in wrong if record["violation"] == violation)
-        lines.append(f"- {count} times {violation}; the first: {first['kind']} {first['n']}: `{first['input'][:200]}`")
+        lines.append(
+            f"- {count} times {violation}; the first: {first['kind']} {first['n']}: `{first['input'][:200]}`"
+        )
     return lines + [""] * bool(wrong)
 
 
 def report(args):
     """report.md, from whatever there is."""
-    lines = ["# Faults on purpose", "", "Made by `benchmark/faults.py`, which says what must hold.", ""]
-    records = {name: read_lines(args.out / f"{name}.jsonl") for name in ("kills", "starts", "inputs")}
+    lines = [
+        "# Faults on purpose",
+        "",
+        "Made by `benchmark/faults.py`, which says what must hold.",
+        "",
+    ]
+    records = {
+        name: read_lines(args.out / f"{name}.jsonl") for name in ("kills", "starts", "inputs")
+    }
     made = [record for some in records.values() for record in some if record["kind"] == "facts"]
     starts = functools.partial(of_kills, what="starts")
     for name, section in (("kills", of_kills), ("starts", starts), ("inputs", of_inputs)):
@@ -722,21 +933,29 @@ def report(args):
     if (args.out / "notes.md").exists():
         lines += ["## What was found", "", (args.out / "notes.md").read_text().strip(), ""]
     commits = ", ".join(dict.fromkeys(record["commit"] for record in made))
-    versions = dict.fromkeys(f"{name} {version}" for record in made for name, version in record["versions"].items())
+    versions = dict.fromkeys(
+        f"{name} {version}" for record in made for name, version in record["versions"].items()
+    )
     lines += ["## Versions", "", f"Commit {commits}; {', '.join(versions)}."]
     (args.out / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["kills", "starts", "inputs", "soak", "report"])
     parser.add_argument("--only", help="one kind of kills or of inputs")
     parser.add_argument("--count", type=int, help="how many of each kind there shall be")
-    parser.add_argument("--seed", type=int, default=1, help="of the kills: victims, signals, moments")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the kills: victims, signals, moments"
+    )
     parser.add_argument("--hours", type=float, default=1.0, help="of the soak")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmark/reports/faults")
     parser.add_argument(
-        "--work", type=pathlib.Path, help="where the runs are written, and stay; default: a temporary folder"
+        "--work",
+        type=pathlib.Path,
+        help="where the runs are written, and stay; default: a temporary folder",
     )
     args = parser.parse_args(words)
     args.out = args.out.resolve()
@@ -749,7 +968,9 @@ def main(words: list[str] | None = None) -> int:
         args.work.mkdir(parents=True, exist_ok=True)
         sys.path.insert(0, str(ROOT))
         os.chdir(args.work)  # importing PufferLib leaves a link in the working folder
-        made = {"kills": kills, "starts": kills, "inputs": inputs, "soak": soak, "report": report}[args.what](args)
+        made = {"kills": kills, "starts": kills, "inputs": inputs, "soak": soak, "report": report}[
+            args.what
+        ](args)
         os.chdir(ROOT)
     return 1 if any(record.get("losses") or record.get("violation") for record in made or []) else 0
 

@@ -40,10 +40,14 @@ def busy(events: list[dict]) -> float:
 
 
 def table(trace: pathlib.Path, rows: int) -> str:
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    events = [
+        event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
     kernels = [event | {"own": event["dur"]} for event in events if event.get("cat") in KERNELS]
     kernels = kernels or own_times([event for event in events if event.get("cat") == "cpu_op"])
-    span = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
+    span = max(event["ts"] + event["dur"] for event in kernels) - min(
+        event["ts"] for event in kernels
+    )
     by_name = defaultdict(list)
     for event in kernels:
         name = "compiled code" if "CompiledFxGraph" in event["name"] else event["name"][:80]
@@ -52,7 +56,9 @@ def table(trace: pathlib.Path, rows: int) -> str:
     for name, durations in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]:
         total = sum(durations)
         each = total / len(durations)
-        lines.append(f"| `{name}` | {len(durations)} | {total / 1e3:.2f} | {total / span:.1%} | {each:.1f} |")
+        lines.append(
+            f"| `{name}` | {len(durations)} | {total / 1e3:.2f} | {total / span:.1%} | {each:.1f} |"
+        )
     idle = span - busy(kernels)
     return "\n".join([*lines, f"| nothing ran | | {idle / 1e3:.2f} | {idle / span:.1%} | |"])
 
@@ -64,7 +70,9 @@ def main():
     args = parser.parse_args()
     traces = sorted(args.run.glob("*.pt.trace.json"))
     if not traces:
-        parser.error(f"{args.run} has no *.pt.trace.json; run it with --profile, for eight iterations at least")
+        parser.error(
+            f"{args.run} has no *.pt.trace.json; run it with --profile, for eight iterations at least"
+        )
     print(table(traces[-1], args.rows))
 
 

@@ -57,7 +57,12 @@ def main():
                     if repeat >= 3:
                         times[name].append(time.perf_counter() - start)
             speed = {name: T * N / statistics.median(values) for name, values in times.items()}
-            row = {"precision": precision, "T": T, "N": N, "threads": torch.get_num_threads()} | speed
+            row = {
+                "precision": precision,
+                "T": T,
+                "N": N,
+                "threads": torch.get_num_threads(),
+            } | speed
             rows.append(row | {"ratio": speed["ours"] / speed["library"]})
             print(json.dumps(rows[-1]), flush=True)  # steps per second, and the first by the second
     if args.out:

@@ -40,9 +40,17 @@ WORDS = [
     *("latest", ".", "..", "/dev/null", "nothing.pt", "nothing.yaml", "breakot", "puffer_", "CartPole-v9", "a:b:c"),
     *("os", "os.path", "no.such.thing", "ALE/Pong-v5", "__main__", "x" * 5000, "9" * 5000),
 ]  # fmt: skip
-SMALL = {"env_id": "cartpole", "num_envs": 8, "num_steps": 8, "minibatch_size": 64, "total_timesteps": 128}
+SMALL = {
+    "env_id": "cartpole",
+    "num_envs": 8,
+    "num_steps": 8,
+    "minibatch_size": 64,
+    "total_timesteps": 128,
+}
 SMALL |= {"hidden_size": 16, "precision": "float32", "log_interval": 1, "checkpoint_interval": 1}
-NAMES = [field.name for field in dataclasses.fields(ppo.Args) if field.name != "compile"]  # it takes minutes
+NAMES = [
+    field.name for field in dataclasses.fields(ppo.Args) if field.name != "compile"
+]  # it takes minutes
 FLAGS = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
 LIMITS = ["--no-compile", "--time-limit", "2"]  # so that what is right after all ends soon
 TAGGED = [  # KEY stands for an argument's name
@@ -62,52 +70,96 @@ class Payload:
 # What is drawn --------------------------------------------------------------------------------------------------------
 
 text = st.text(st.characters(exclude_characters="\0/", exclude_categories=("Cs",)), max_size=12)
-number = st.one_of(st.sampled_from(NUMBERS.split()), st.integers(-(10**20), 10**20).map(str), st.floats().map(str))
+number = st.one_of(
+    st.sampled_from(NUMBERS.split()), st.integers(-(10**20), 10**20).map(str), st.floats().map(str)
+)
 value = st.one_of(number, st.sampled_from(WORDS), text)
-place = st.integers(0, 99).map(lambda percent: percent / 100)  # somewhere in a file, as a share of it
+place = st.integers(0, 99).map(
+    lambda percent: percent / 100
+)  # somewhere in a file, as a share of it
 
 
 def arguments():
     """Lists of words, some of which look like arguments."""
     right = st.sampled_from(["--" + name.replace("_", "-") for name in NAMES])
-    env = st.sampled_from(["continuous", "report_interval", "num-envs", "render_mode", "", "buf", "seed"]) | text
-    wrong = st.one_of(right.map(lambda word: word[:-2]), text.map("--{}".format), env.map("--env.{}".format))
+    env = (
+        st.sampled_from(
+            ["continuous", "report_interval", "num-envs", "render_mode", "", "buf", "seed"]
+        )
+        | text
+    )
+    wrong = st.one_of(
+        right.map(lambda word: word[:-2]), text.map("--{}".format), env.map("--env.{}".format)
+    )
     name = st.one_of(right, wrong)
     pair, likely = st.tuples(name, value), st.tuples(right, number)
-    words = st.one_of(likely, pair, pair.map(lambda pair: ("=".join(pair),)), st.tuples(name), st.tuples(value))
-    several = st.lists(words, min_size=1, max_size=3).map(lambda parts: [word for part in parts for word in part])
-    return st.one_of(likely.map(list), likely.map(list), pair.map(list), several)  # the first may hide the rest
+    words = st.one_of(
+        likely, pair, pair.map(lambda pair: ("=".join(pair),)), st.tuples(name), st.tuples(value)
+    )
+    several = st.lists(words, min_size=1, max_size=3).map(
+        lambda parts: [word for part in parts for word in part]
+    )
+    return st.one_of(
+        likely.map(list), likely.map(list), pair.map(list), several
+    )  # the first may hide the rest
 
 
 def yaml_files():
     """Bytes, most of them YAML: what is right with some entries changed, any structure, tags, nesting, junk."""
     key = st.one_of(st.sampled_from(NAMES), text, st.integers())
     leaf = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), value)
-    tree = st.recursive(leaf, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(key, inner, max_size=4))
-    changed = st.dictionaries(st.sampled_from(NAMES), leaf | tree, min_size=1, max_size=3).map(SMALL.__or__)
-    dumped = st.one_of(changed, changed, tree).map(lambda content: yaml.safe_dump(content, allow_unicode=True))
-    tagged = st.builds(lambda some, name: some.replace("KEY", name), st.sampled_from(TAGGED), st.sampled_from(NAMES))
+    tree = st.recursive(
+        leaf, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(key, inner, max_size=4)
+    )
+    changed = st.dictionaries(st.sampled_from(NAMES), leaf | tree, min_size=1, max_size=3).map(
+        SMALL.__or__
+    )
+    dumped = st.one_of(changed, changed, tree).map(
+        lambda content: yaml.safe_dump(content, allow_unicode=True)
+    )
+    tagged = st.builds(
+        lambda some, name: some.replace("KEY", name),
+        st.sampled_from(TAGGED),
+        st.sampled_from(NAMES),
+    )
     deep = st.builds(str.__mul__, st.sampled_from(["[", "{a: ", "- ", "? "]), st.integers(1, 3000))
-    encoded = st.one_of(dumped, dumped, tagged, deep).map(lambda some: some.encode(errors="surrogateescape"))
+    encoded = st.one_of(dumped, dumped, tagged, deep).map(
+        lambda some: some.encode(errors="surrogateescape")
+    )
     return encoded | encoded | encoded | st.binary(max_size=200)
 
 
 def checkpoints():
     """(file, arguments, how it is damaged and details)"""
     model, state = "run/model_cartpole_000002.pt", "run/trainer_000002.pt"
-    uses = [(state, "--resume run"), (state, f"--resume {state}"), (model, f"--load-weights {model}")]
-    flip = st.tuples(st.just("flip"), st.lists(st.tuples(place, st.integers(1, 255)), min_size=1, max_size=20))
+    uses = [
+        (state, "--resume run"),
+        (state, f"--resume {state}"),
+        (model, f"--load-weights {model}"),
+    ]
+    flip = st.tuples(
+        st.just("flip"), st.lists(st.tuples(place, st.integers(1, 255)), min_size=1, max_size=20)
+    )
     cut = st.tuples(st.just("cut"), place)
-    payload = st.tuples(st.just("payload"), st.sampled_from(["pickle", "zip", "legacy"]), st.booleans())
+    payload = st.tuples(
+        st.just("payload"), st.sampled_from(["pickle", "zip", "legacy"]), st.booleans()
+    )
     junk = st.tuples(st.just("bytes"), st.binary(max_size=400))
     return st.tuples(st.sampled_from(uses), st.one_of(flip, cut, payload, junk))
 
 
 def draw(strategy, count: int) -> list:
     examples = []
-    options = {"derandomize": True, "database": None, "deadline": None, "phases": [hypothesis.Phase.generate]}
+    options = {
+        "derandomize": True,
+        "database": None,
+        "deadline": None,
+        "phases": [hypothesis.Phase.generate],
+    }
 
-    @hypothesis.settings(max_examples=count, suppress_health_check=list(hypothesis.HealthCheck), **options)
+    @hypothesis.settings(
+        max_examples=count, suppress_health_check=list(hypothesis.HealthCheck), **options
+    )
     @hypothesis.given(strategy)
     def collect(example):
         examples.append(copy.deepcopy(example))
@@ -118,7 +170,11 @@ def draw(strategy, count: int) -> list:
 
 def drawn_inputs(only: str | None) -> dict[str, list]:
     """Examples by kind (or of only one kind), the same in every process."""
-    kinds = {"arguments": (arguments(), 260), "configuration": (yaml_files(), 130), "checkpoint": (checkpoints(), 190)}
+    kinds = {
+        "arguments": (arguments(), 260),
+        "configuration": (yaml_files(), 130),
+        "checkpoint": (checkpoints(), 190),
+    }
     return {kind: draw(*what) for kind, what in kinds.items() if only in (None, kind)}
 
 
@@ -188,7 +244,12 @@ def in_fork(argv: list[str], folder: pathlib.Path) -> dict:
             for fd, name in enumerate((os.devnull, "stdout", "stderr")):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), fd)
             resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-            os.environ |= {MARK: mark, "HOME": str(folder), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+            os.environ |= {
+                MARK: mark,
+                "HOME": str(folder),
+                "WANDB_MODE": "offline",
+                "WANDB_SILENT": "true",
+            }
             sys.argv = ["ppo_lstm_puffer.py", *argv]
             code = ppo.main()
         except SystemExit as end:
@@ -212,11 +273,19 @@ def in_fork(argv: list[str], folder: pathlib.Path) -> dict:
             os.waitpid(child, 0)
             code = "hang"
         elif not told and (seconds > 120 or sum(psutil.Process(child).cpu_times()[:2]) > 30):
-            os.kill(child, signal.SIGTERM)  # what is right after all may be long: it must end when asked to
+            os.kill(
+                child, signal.SIGTERM
+            )  # what is right after all may be long: it must end when asked to
             told = seconds
     left = left_behind(mark, 5, child)
     stderr = (folder / "stderr").read_text(errors="replace")
-    return {"code": code, "stderr": stderr, "seconds": round(seconds, 2), "left": left, "told": told}
+    return {
+        "code": code,
+        "stderr": stderr,
+        "seconds": round(seconds, 2),
+        "left": left,
+        "told": told,
+    }
 
 
 def judge(result: dict, folder: pathlib.Path, before: dict[pathlib.Path, bytes]) -> str | None:
@@ -232,7 +301,11 @@ def judge(result: dict, folder: pathlib.Path, before: dict[pathlib.Path, bytes])
         return f"ended by {signal.Signals(-code).name}"
     if code > 0 and not result["stderr"].strip():
         return f"exit code {code} without a word"
-    lost = [path.name for path, data in before.items() if code and (not path.exists() or path.read_bytes() != data)]
+    lost = [
+        path.name
+        for path, data in before.items()
+        if code and (not path.exists() or path.read_bytes() != data)
+    ]
     return f"lost: {', '.join(lost)}" if lost else None
 
 

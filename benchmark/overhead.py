@@ -24,7 +24,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import ppo_lstm_puffer as ppo  # noqa: E402
 
-TASKS = "FrozenLake-v1", "CartPole-v1", "Pendulum-v1", "tasks:RepeatPreviousEasy-v0", "tasks:MemoryS7-v0"
+TASKS = (
+    "FrozenLake-v1",
+    "CartPole-v1",
+    "Pendulum-v1",
+    "tasks:RepeatPreviousEasy-v0",
+    "tasks:MemoryS7-v0",
+)
 NUM_ENVS, STEPS, ROUNDS = 64, 128, 5
 
 
@@ -55,7 +61,9 @@ def measure(env_id: str) -> list[float]:
         env.reset(seed=1)
     made = microseconds(gymnasium_step)
 
-    vecenv = pufferlib.vector.make(ppo.environment_class(env_id), num_envs=NUM_ENVS, backend=pufferlib.vector.Serial)
+    vecenv = pufferlib.vector.make(
+        ppo.environment_class(env_id), num_envs=NUM_ENVS, backend=pufferlib.vector.Serial
+    )
     vecenv.reset(1)
     packed = microseconds(lambda t: vecenv.step(actions[t]))
 
@@ -76,7 +84,9 @@ def in_training(env_id: str) -> tuple[float, float]:
 
         return call
 
-    sizes = f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size {16 * NUM_ENVS} --log-interval 1"
+    sizes = (
+        f"--num-envs {NUM_ENVS} --num-steps 64 --minibatch-size {16 * NUM_ENVS} --log-interval 1"
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
         for name in ("send", "recv"):
             method = timed(getattr(pufferlib.vector.Serial, name))
@@ -97,7 +107,9 @@ def main():
     for env_id in sys.argv[1:] or TASKS:
         *others, whole = times = measure(env_id)
         share = (whole - others[-1]) / whole
-        print(f"| {env_id} | {' | '.join(f'{one:.1f}' for one in times)} | {share:.0%} |", flush=True)
+        print(
+            f"| {env_id} | {' | '.join(f'{one:.1f}' for one in times)} | {share:.0%} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,12 @@ MARK = "FAULTS_MARK"  # an environment variable that all processes of a start ha
 
 def clean(text: str) -> str:
     """Without the paths of this machine."""
-    names = {ROOT: "REPOSITORY", sys.prefix: "VENV", sys.base_prefix: "PYTHON", tempfile.gettempdir(): "TMP"}
+    names = {
+        ROOT: "REPOSITORY",
+        sys.prefix: "VENV",
+        sys.base_prefix: "PYTHON",
+        tempfile.gettempdir(): "TMP",
+    }
     for path, name in names.items():
         text = text.replace(str(path), name)
     return text

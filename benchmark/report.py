@@ -41,13 +41,20 @@ COLORS = {"ours": "#0072B2", "two_ranks": "#56B4E9", "pufferl": "#D55E00", "sb3"
 COLORS |= {"sample_factory": "#CC79A7"}
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850)}
-SCORES |= {f"environments:{task}-v0": (0.5, 0.95) for task in ("CueRecall", "HiddenStart", "ShownStart")}
+SCORES |= {
+    f"environments:{task}-v0": (0.5, 0.95) for task in ("CueRecall", "HiddenStart", "ShownStart")
+}
 # What is promised, by instruction set: the defaults' steady speed by PuffeRL's, that of PuffeRL's sizes, percent of the
 # ceiling, the share of PuffeRL's seconds to a score of 380, seconds to solve Breakout.
 PROMISED = {"AVX2": (1.3, 2, 50, 0.3, 300)}
 PROMISED_BF16 = (2, 3, 40, 0.2, 100)
 SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+plt.rcParams |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+}
 plt.rcParams |= {"legend.frameon": False, "figure.constrained_layout.use": True}
 
 
@@ -57,7 +64,11 @@ plt.rcParams |= {"legend.frameon": False, "figure.constrained_layout.use": True}
 def from_start(cell: dict) -> np.ndarray:
     """The curve's times (seconds) from the start of the process, instead of from where the program begins to count."""
     times = np.array(cell["curve"]["time"], float)
-    return times + (cell.get("seconds_to_first_update") or times[0]) - times[0] if len(times) else times
+    return (
+        times + (cell.get("seconds_to_first_update") or times[0]) - times[0]
+        if len(times)
+        else times
+    )
 
 
 def smooth(scores: list[float | None], window: int = 3) -> np.ndarray:
@@ -89,7 +100,9 @@ def flops_per_step(arguments: dict, env_id: str) -> float:
     (observation, logits), width = SHAPES[env_id], arguments["hidden_size"]
     forward = 2 * (observation * width + 8 * width**2 + width * (logits + 1))
     backward = 2 * forward - 2 * observation * width  # no gradient of the observation
-    return forward * (1 + 1 / arguments["num_steps"]) + arguments["update_epochs"] * (forward + backward)
+    return forward * (1 + 1 / arguments["num_steps"]) + arguments["update_epochs"] * (
+        forward + backward
+    )
 
 
 def ratio_of_medians(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -111,7 +124,11 @@ def ratios(cells: list[dict], reference: str, other: str) -> list[float]:
     for cell in cells:
         if cell["sps_steady"]:
             pairs[cell["group"], cell["env_id"], cell["seed"]][cell["name"]] = cell["sps_steady"]
-    return [pair[reference] / pair[other] for pair in pairs.values() if reference in pair and other in pair]
+    return [
+        pair[reference] / pair[other]
+        for pair in pairs.values()
+        if reference in pair and other in pair
+    ]
 
 
 def group_by(cells: list[dict], *keys: str) -> dict:
@@ -128,8 +145,16 @@ def ceiling_share(cell: dict, cells: list[dict]) -> float | None:
     if cell["program"] != "ours" or cell["env_id"] not in SHAPES or not cell["sps_steady"]:
         return None
     ranks = cell.get("ranks", {}).get("world_size", 1)
-    key = "cuda" if cell["arguments"]["device"] == "cuda" else str(cell["hardware"]["threads"] * ranks)
-    ceilings = [one["ceiling"][key][cell["arguments"]["precision"]] for one in cells if key in one.get("ceiling", {})]
+    key = (
+        "cuda"
+        if cell["arguments"]["device"] == "cuda"
+        else str(cell["hardware"]["threads"] * ranks)
+    )
+    ceilings = [
+        one["ceiling"][key][cell["arguments"]["precision"]]
+        for one in cells
+        if key in one.get("ceiling", {})
+    ]
     flops = cell["sps_steady"] * flops_per_step(cell["arguments"], cell["env_id"])
     return 100 * flops / (float(np.median(ceilings)) * 1e9) if ceilings else None
 
@@ -191,19 +216,28 @@ def targets(cells: list[dict]) -> str:
 
     breakout = [cell for cell in kinds["learning"] if cell["env_id"] == "breakout"]
     runs = group_by([cell for cell in breakout if not cell["duration"]], "name")
-    ours, peers = ([time_to_score(cell, 380)[0] for cell in runs[name]] for name in ("ours", "pufferl"))
+    ours, peers = (
+        [time_to_score(cell, 380)[0] for cell in runs[name]] for name in ("ours", "pufferl")
+    )
     if ours and peers:
         share = np.median(ours) / np.median(peers) if np.isfinite(np.median(ours)) else np.inf
         measured = f"{spread(ours, ' s')} against {spread(peers, ' s')}: {share:.2f}"
         measured += f", 95 % interval {interval(ratio_of_medians, ours, peers)}"
-        add("seconds to a mean score of 380 against PuffeRL's", f"at most {part:g} of them", measured, share <= part)
+        add(
+            "seconds to a mean score of 380 against PuffeRL's",
+            f"at most {part:g} of them",
+            measured,
+            share <= part,
+        )
     slower = [cell for cell in breakout if cell["name"] == "sb3"]
     if runs["ours"] and slower:
         ends = [last_score(cell) for cell in slower]
         theirs = [time_to_score(cell, end)[0] for cell, end in zip(slower, ends)]
         ours = [np.median([time_to_score(cell, end)[0] for cell in runs["ours"]]) for end in ends]
         times = np.divide(theirs, ours)
-        measured = f"{spread(times, ' times')}: a score of {spread(ends)} after {spread(theirs, ' s')}"
+        measured = (
+            f"{spread(times, ' times')}: a score of {spread(ends)} after {spread(theirs, ' s')}"
+        )
         measured += f" and {spread(ours, ' s')}"
         what = f"seconds to the score that {label('sb3')} ends at, its by ours"
         add(what, "at least 20 times", measured, np.median(times) >= 20)
@@ -214,22 +248,44 @@ def targets(cells: list[dict]) -> str:
             seconds = [(cell.get("first_solved") or {}).get("seconds", np.inf) for cell in done]
         else:
             what += "the end of the run"
-            seconds = [cell["wall_seconds"] if min(played([cell])) >= 850 else np.inf for cell in done]
+            seconds = [
+                cell["wall_seconds"] if min(played([cell])) >= 850 else np.inf for cell in done
+            ]
         solved = sum(second < within for second in seconds)
         measured = f"{spread(seconds, ' s')}; {solved} of {len(done)} in time; at their ends {spread(played(done))}"
         add(what, f"under {within} s, every seed", measured, solved == len(done))
     if sampled := [last_score(cell) for cell in runs["ours"]]:
         what = "mean score of the last games in training, actions sampled"
         add(what, "850", spread(sampled), np.median(sampled) >= 850)
-    warm = [cell["seconds_to_first_update"] for cell in kinds["startup"] if cell["name"] == "ours" and not cell["cold"]]
+    warm = [
+        cell["seconds_to_first_update"]
+        for cell in kinds["startup"]
+        if cell["name"] == "ours" and not cell["cold"]
+    ]
     if warm:
-        add("time to the first update, second start", "under 4 s", spread(warm, " s"), np.median(warm) < 4)
+        add(
+            "time to the first update, second start",
+            "under 4 s",
+            spread(warm, " s"),
+            np.median(warm) < 4,
+        )
     memory = group_by(kinds["speed"], "name")
     if memory["ours"] and memory["pufferl"]:
-        ours, peer = ([cell["peak_rss_mib"] for cell in memory[name]] for name in ("ours", "pufferl"))
+        ours, peer = (
+            [cell["peak_rss_mib"] for cell in memory[name]] for name in ("ours", "pufferl")
+        )
         measured = f"{spread(ours, ' MiB')} against {spread(peer, ' MiB')}"
-        add("peak resident memory", "no more than PuffeRL's", measured, np.median(ours) <= np.median(peer))
-    return table(["what", "target", "measured: median (least to most, number of runs)", ""], rows) if rows else ""
+        add(
+            "peak resident memory",
+            "no more than PuffeRL's",
+            measured,
+            np.median(ours) <= np.median(peer),
+        )
+    return (
+        table(["what", "target", "measured: median (least to most, number of runs)", ""], rows)
+        if rows
+        else ""
+    )
 
 
 def speed_section(cells: list[dict]) -> str:
@@ -259,15 +315,37 @@ def learning_section(cells: list[dict]) -> str:
         names = group_by(runs, "name")
         each = list(names.values())
         rows = [["score at the end", *(spread(list(map(last_score, some))) for some in each)]]
-        rows.append(["million steps", *(spread([cell["curve"]["step"][-1] / 1e6 for cell in some]) for some in each)])
+        rows.append(
+            [
+                "million steps",
+                *(spread([cell["curve"]["step"][-1] / 1e6 for cell in some]) for some in each),
+            ]
+        )
         if any(map(played, each)):
-            rows.append(["score with its most likely actions, 128 games", *(spread(played(some)) for some in each)])
-        rows.append(["seconds from the command to its end", *(spread_of(some, "wall_seconds") for some in each)])
+            rows.append(
+                [
+                    "score with its most likely actions, 128 games",
+                    *(spread(played(some)) for some in each),
+                ]
+            )
+        rows.append(
+            [
+                "seconds from the command to its end",
+                *(spread_of(some, "wall_seconds") for some in each),
+            ]
+        )
         for score in SCORES.get(env_id, ()):
-            reached = [np.array([time_to_score(cell, score) for cell in some]).T / [[1], [1e6]] for some in each]
+            reached = [
+                np.array([time_to_score(cell, score) for cell in some]).T / [[1], [1e6]]
+                for some in each
+            ]
             if not all(np.isinf(one).all() for one in reached):
-                rows.append([f"seconds to {score}", *(spread(seconds.tolist()) for seconds, _ in reached)])
-                rows.append([f"million steps to {score}", *(spread(steps.tolist()) for _, steps in reached)])
+                rows.append(
+                    [f"seconds to {score}", *(spread(seconds.tolist()) for seconds, _ in reached)]
+                )
+                rows.append(
+                    [f"million steps to {score}", *(spread(steps.tolist()) for _, steps in reached)]
+                )
         text += f"\n{table([env_id, *map(label, names)], rows)}"
     return text
 
@@ -276,14 +354,22 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
     """Final scores on every environment, the time to PuffeRL's, and the interquartile mean over all of them."""
     rows, worse, quick = [], [], []
     pair = {"ours", "pufferl"}
-    both = {env_id: runs for env_id, runs in environments.items() if pair <= {cell["name"] for cell in runs}}
+    both = {
+        env_id: runs
+        for env_id, runs in environments.items()
+        if pair <= {cell["name"] for cell in runs}
+    }
     for env_id, runs in both.items():
         ours, theirs = (group_by(runs, "name")[name] for name in ("ours", "pufferl"))
         low, high = first_score(runs), float(np.median(list(map(last_score, theirs))))
         target = low + 0.99 * (high - low)
         seconds = float(np.median([time_to_score(cell, target)[0] for cell in ours]))
         # Each of PuffeRL's runs to its own end, so that the luckier ones are not a mark that the others miss.
-        of_theirs = float(np.median([time_to_score(cell, low + 0.99 * (last_score(cell) - low))[0] for cell in theirs]))
+        of_theirs = float(
+            np.median(
+                [time_to_score(cell, low + 0.99 * (last_score(cell) - low))[0] for cell in theirs]
+            )
+        )
         worse += [env_id] if np.median(list(map(last_score, ours))) < target else []
         quick += [env_id] if seconds <= of_theirs / 3 else []
         finals = [list(map(last_score, some)) for some in (ours, theirs)]
@@ -313,7 +399,11 @@ The interquartile mean of the final scores over all environments and runs, with 
 
 def first_score(runs: list[dict]) -> float:
     """The mean of the first scores logged, before anything is learned."""
-    return float(np.mean([next(score for score in cell["curve"]["score"] if score is not None) for cell in runs]))
+    return float(
+        np.mean(
+            [next(score for score in cell["curve"]["score"] if score is not None) for cell in runs]
+        )
+    )
 
 
 def iqm(*environments: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -324,7 +414,8 @@ def iqm(*environments: np.ndarray, axis: int = -1) -> np.ndarray:
 def iqm_table(scores: dict[str, np.ndarray]) -> str:
     """A row for each program, of its normalized scores (runs, environments)."""
     rows = [
-        [label(name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))] for name, some in scores.items()
+        [label(name), number(iqm(*some.T)), interval(iqm, *some.T), str(len(some))]
+        for name, some in scores.items()
     ]
     return table(["", "interquartile mean", "95 % interval", "runs per environment"], rows)
 
@@ -334,7 +425,9 @@ def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndar
     columns = []
     for runs in environments.values():
         low, high = first_score(runs), max(map(last_score, runs))
-        columns.append([(last_score(cell) - low) / (high - low) for cell in runs if cell["name"] == name])
+        columns.append(
+            [(last_score(cell) - low) / (high - low) for cell in runs if cell["name"] == name]
+        )
     fewest = min(map(len, columns))
     return np.array([column[:fewest] for column in columns]).T
 
@@ -342,20 +435,34 @@ def normalized_scores(environments: dict[str, list[dict]], name: str) -> np.ndar
 def best_score(cell: dict, window: int = 50_000) -> float:
     """The highest mean of the scores logged within so many steps, which programs log differently often: POPGym's
     maximum mean episodic reward (its epochs have 65,536 steps)."""
-    logged = [(step, score) for step, score in zip(cell["curve"]["step"], cell["curve"]["score"]) if score is not None]
+    logged = [
+        (step, score)
+        for step, score in zip(cell["curve"]["step"], cell["curve"]["score"])
+        if score is not None
+    ]
     steps, scores = np.array(logged).T
-    means = [scores[(steps > end - window) & (steps <= end)].mean() for end in steps[steps >= window]]
+    means = [
+        scores[(steps > end - window) & (steps <= end)].mean() for end in steps[steps >= window]
+    ]
     return float(np.max(means, initial=-np.inf))
 
 
-def task_scores(cells: list[dict], published: dict) -> tuple[list[str], dict[str, list[list[float]]], dict]:
+def task_scores(
+    cells: list[dict], published: dict
+) -> tuple[list[str], dict[str, list[list[float]]], dict]:
     """Programs and published columns; of each environment, the best scores of each column's runs (published: one, or
     none); and for each environment what is 0 and what is 1: the untrained score and the highest one of any column."""
     programs = [*dict.fromkeys(cell["name"] for cell in cells)]
-    columns, scores, scale = [*programs, *dict.fromkeys(key for row in published.values() for key in row)], {}, {}
+    columns, scores, scale = (
+        [*programs, *dict.fromkeys(key for row in published.values() for key in row)],
+        {},
+        {},
+    )
     for env_id, runs in group_by(cells, "env_id").items():
         row = published.get(env_id, {})
-        scores[env_id] = [[best_score(cell) for cell in runs if cell["name"] == name] for name in programs]
+        scores[env_id] = [
+            [best_score(cell) for cell in runs if cell["name"] == name] for name in programs
+        ]
         scores[env_id] += [[row[name]] if name in row else [] for name in columns[len(programs) :]]
         scale[env_id] = first_score(runs), max(np.mean(some) for some in scores[env_id] if some)
     return columns, scores, scale
@@ -364,10 +471,17 @@ def task_scores(cells: list[dict], published: dict) -> tuple[list[str], dict[str
 def tasks_section(cells: list[dict], published: dict) -> str:
     """A row for each environment, a column for each program, and what others published."""
     columns, scores, scale = task_scores(cells, published)
-    programs, environments = [*dict.fromkeys(cell["name"] for cell in cells)], group_by(cells, "env_id")
+    programs, environments = (
+        [*dict.fromkeys(cell["name"] for cell in cells)],
+        group_by(cells, "env_id"),
+    )
     rows = []
     for env_id, each in scores.items():
-        steps = [cell["curve"]["step"][-1] / 1e6 for cell in environments[env_id] if cell["name"] == "ours"]
+        steps = [
+            cell["curve"]["step"][-1] / 1e6
+            for cell in environments[env_id]
+            if cell["name"] == "ours"
+        ]
         best = max(np.mean(some) for some in each[: len(programs)] if some)
         words = [spread(some) for some in each]
         for index, some in enumerate(each[: len(programs)]):
@@ -403,13 +517,32 @@ def ranks_section(cells: list[dict]) -> str:
         base = next(iter(names))
         for name, some in names.items():
             paired, x = ratios(runs, name, base), some[0]["x"]
-            share = spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %") if x else "-"
-            efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"
-            sizes = " / ".join(f"{some[0]['arguments'][key]:,}" for key in ("num_envs", "minibatch_size"))
-            rows.append(
-                [name, sizes, spread_of(some, "sps_steady"), spread(paired) if name != base else "-", efficiency, share]
+            share = (
+                spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %")
+                if x
+                else "-"
             )
-        head = ["", "environments / minibatch", "steps/s", f"times {base}, paired", "of ideal scaling from it"]
+            efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"
+            sizes = " / ".join(
+                f"{some[0]['arguments'][key]:,}" for key in ("num_envs", "minibatch_size")
+            )
+            rows.append(
+                [
+                    name,
+                    sizes,
+                    spread_of(some, "sps_steady"),
+                    spread(paired) if name != base else "-",
+                    efficiency,
+                    share,
+                ]
+            )
+        head = [
+            "",
+            "environments / minibatch",
+            "steps/s",
+            f"times {base}, paired",
+            "of ideal scaling from it",
+        ]
         head.append("waiting for sums over ranks")
         parts.append(f"**{group}**\n\n{table(head, rows)}")
     return "\n".join(parts)
@@ -419,7 +552,12 @@ def startup_section(cells: list[dict]) -> str:
     rows = []
     for name, some in group_by(cells, "name").items():
         both = group_by(some, "cold")
-        rows.append([label(name), *(spread_of(both[cold], "seconds_to_first_update", " s") for cold in (True, False))])
+        rows.append(
+            [
+                label(name),
+                *(spread_of(both[cold], "seconds_to_first_update", " s") for cold in (True, False)),
+            ]
+        )
     text = "From the start of the process to the first line of metrics after an update.\n\n"
     return text + table(["program", "cold: an empty compile cache", "warm"], rows)
 
@@ -435,7 +573,14 @@ def ceiling_section(cells: list[dict]) -> str:
     for (group, name, env_id), some in group_by(known, "group", "name", "env_id").items():
         if some[0]["kind"] != "startup":
             mflop = flops_per_step(some[0]["arguments"], env_id) / 1e6
-            shares.append([group, name, f"{mflop:.2f}", spread([ceiling_share(cell, cells) for cell in some], " %")])
+            shares.append(
+                [
+                    group,
+                    name,
+                    f"{mflop:.2f}",
+                    spread([ceiling_share(cell, cells) for cell in some], " %"),
+                ]
+            )
     if not shares:
         return text
     return f"""{text}
@@ -452,16 +597,26 @@ take time.
 
 
 def precisions(cells: list[dict]) -> str:
-    return " or ".join(sorted({cell["arguments"]["precision"] for cell in cells if cell["program"] == "ours"}))
+    return " or ".join(
+        sorted({cell["arguments"]["precision"] for cell in cells if cell["program"] == "ours"})
+    )
 
 
 def machine(cells: list[dict], folder: pathlib.Path) -> str:
     """CPU, instruction set (what is stored here without one is all of one machine) and commits, in a line."""
-    unknown = "AVX512-BF16" if folder.resolve().parent == ROOT / "benchmark/reports" else "instruction set not noted"
+    unknown = (
+        "AVX512-BF16"
+        if folder.resolve().parent == ROOT / "benchmark/reports"
+        else "instruction set not noted"
+    )
     found = [cell["hardware"] for cell in cells]
-    cpus = {(one["cpu"], one.get("instruction_set", unknown), f"{one['cores']} cores") for one in found}
+    cpus = {
+        (one["cpu"], one.get("instruction_set", unknown), f"{one['cores']} cores") for one in found
+    }
     commits = dict.fromkeys(cell["git_commit"][:7] for cell in cells)
-    return f"CPU: {'; '.join(', '.join(cpu) for cpu in sorted(cpus))}. Commit: {', '.join(commits)}.\n"
+    return (
+        f"CPU: {'; '.join(', '.join(cpu) for cpu in sorted(cpus))}. Commit: {', '.join(commits)}.\n"
+    )
 
 
 def provenance(cells: list[dict]) -> str:
@@ -471,7 +626,9 @@ def provenance(cells: list[dict]) -> str:
         return "; ".join(sorted(set(texts)))
 
     def listed(mapping: dict) -> str:
-        return ", ".join(f"{key} {value}" for key, value in sorted(mapping.items()) if value is not None)
+        return ", ".join(
+            f"{key} {value}" for key, value in sorted(mapping.items()) if value is not None
+        )
 
     versions = (f"{label(cell['program'])}: {listed(cell.get('versions', {}))}" for cell in cells)
     notes = (f"{label(cell['program'])}: {cell['note']}" for cell in cells if cell.get("note"))
@@ -479,7 +636,12 @@ def provenance(cells: list[dict]) -> str:
         ["hardware", distinct(listed(cell["hardware"]) for cell in cells)],
         ["versions", distinct(versions)],
         ["peers' settings", distinct(notes)],
-        ["commit", distinct(f"{cell['git_commit'][:12]}{' with changes' * cell['git_dirty']}" for cell in cells)],
+        [
+            "commit",
+            distinct(
+                f"{cell['git_commit'][:12]}{' with changes' * cell['git_dirty']}" for cell in cells
+            ),
+        ],
         ["first and last start", f"{cells[0]['started']}, {cells[-1]['started']}"],
         ["load average before a cell", spread_of(cells, "load_before")],
     ]
@@ -487,7 +649,10 @@ def provenance(cells: list[dict]) -> str:
     for (group, name, env_id), some in group_by(cells, "group", "name", "env_id").items():
         one, seeds = some[0], ", ".join(map(str, sorted(cell["seed"] for cell in some)))
         cores = ", ".join(map(str, one["cores"])) + "; empty compile cache" * one["cold"]
-        words = [*(f"{key}={value}" for key, value in one["environment"].items()), shlex.join(one["command"])]
+        words = [
+            *(f"{key}={value}" for key, value in one["environment"].items()),
+            shlex.join(one["command"]),
+        ]
         text += f"# {group}: {name}, {env_id}; seeds {seeds}; cores {cores}\n{' '.join(words)}\n"
     return text + "```\n"
 
@@ -516,7 +681,9 @@ def plot_speed(cells: list[dict], path: pathlib.Path):
             axis.plot(speeds, heights, "o", color=color(name, row), markersize=4)
             axis.text(speeds.max(), row, f"   {np.median(speeds):,.1f}", va="center")
         axis.set(yticks=range(len(names)), yticklabels=[*map(label, names)], title=group)
-        axis.set(xlabel="thousand steps/s (bar: median; dots: runs)", xlim=(0, 1.2 * axis.get_xlim()[1]))
+        axis.set(
+            xlabel="thousand steps/s (bar: median; dots: runs)", xlim=(0, 1.2 * axis.get_xlim()[1])
+        )
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
     save(figure, path)
@@ -563,7 +730,9 @@ def plot_tasks(cells: list[dict], path: pathlib.Path, published: dict):
     """A heat map: a row for each environment, a column for each program and for what others published."""
     columns, scores, scale = task_scores(cells, published)
     figure, axis = plt.subplots(figsize=(2.4 + 1.25 * len(columns), 1 + 0.33 * len(scores)))
-    means = np.array([[np.mean(some) if some else np.nan for some in row] for row in scores.values()])
+    means = np.array(
+        [[np.mean(some) if some else np.nan for some in row] for row in scores.values()]
+    )
     low, high = np.array([*scale.values()]).T[:, :, None]
     shade = (means - low) / (high - low)
     axis.imshow(shade, cmap="cividis", vmin=0, vmax=1, aspect="auto")
@@ -605,9 +774,21 @@ def plot_phases(cells: list[dict], path: pathlib.Path):
             hue = MORE_COLORS[phases.index(phase) % len(MORE_COLORS)]
             axis.barh(row, share, left=left, color=hue, alpha=0.7, height=0.7)
             if share > 4:
-                axis.text(left + share / 2, row, f"{phase}\n{share:.0f} %", ha="center", va="center", fontsize=8)
+                axis.text(
+                    left + share / 2,
+                    row,
+                    f"{phase}\n{share:.0f} %",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
             left += share
-    axis.set(yticks=range(len(names)), yticklabels=[*map(label, names)], xlabel="share of the time, %", xlim=(0, 100))
+    axis.set(
+        yticks=range(len(names)),
+        yticklabels=[*map(label, names)],
+        xlabel="share of the time, %",
+        xlim=(0, 100),
+    )
     axis.invert_yaxis()
     axis.grid(visible=False)
     save(figure, path)
@@ -619,7 +800,9 @@ def plot_scaling(cells: list[dict], path: pathlib.Path):
     for axis, (group, runs) in zip(axes[0], groups.items()):
         for program, some in group_by(runs, "program").items():
             values = group_by(sorted(some, key=lambda cell: cell["x"]), "x")
-            medians = [np.median([cell["sps_steady"] / 1000 for cell in same]) for same in values.values()]
+            medians = [
+                np.median([cell["sps_steady"] / 1000 for cell in same]) for same in values.values()
+            ]
             axis.plot(list(values), medians, "-", color=color(program), label=label(program))
             points = [cell["x"] for cell in some], [cell["sps_steady"] / 1000 for cell in some]
             axis.plot(*points, "o", color=color(program))
@@ -638,9 +821,13 @@ def plot_scaling(cells: list[dict], path: pathlib.Path):
 def make_report(folder: pathlib.Path) -> pathlib.Path:
     stored = [json.loads(path.read_text()) for path in sorted(folder.glob("cells/*/*.json"))]
     stored.sort(key=lambda cell: cell["started"])
-    cells, failed = ([cell for cell in stored if cell["status"] == status] for status in ("ok", "failed"))
+    cells, failed = (
+        [cell for cell in stored if cell["status"] == status] for status in ("ok", "failed")
+    )
     if not cells:
-        raise SystemExit(f"error: {folder}: no finished cell in cells/; benchmark/run.py --out {folder} makes some")
+        raise SystemExit(
+            f"error: {folder}: no finished cell in cells/; benchmark/run.py --out {folder} makes some"
+        )
     kinds = group_by(cells, "kind")
     learning = [cell for cell in kinds["learning"] if not np.isnan(last_score(cell))]
     phases = [cell for cell in kinds["speed"] + learning if cell["phase_shares"]]
@@ -649,7 +836,13 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     made = f"`python benchmark/report.py` made this of {len(cells)} runs, a JSON each in [cells](cells)."
     parts = [f"# Benchmark {folder.resolve().name}\n\n{made}\n", machine(cells, folder)]
 
-    def section(title: str, text: str, name: str = "", plot: Callable | None = None, data: list[dict] | None = None):
+    def section(
+        title: str,
+        text: str,
+        name: str = "",
+        plot: Callable | None = None,
+        data: list[dict] | None = None,
+    ):
         if plot:
             plot(data, folder / f"{name}.png")
             text += f"\n![{title}]({name}.png)\n"
@@ -658,10 +851,14 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     if kinds["speed"] and (promised := targets(cells)):
         section("Targets", promised)
     if kinds["speed"]:
-        section("Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"])
+        section(
+            "Steps per second", speed_section(kinds["speed"]), "speed", plot_speed, kinds["speed"]
+        )
     if kinds["ranks"]:
         section("Ranks", ranks_section(kinds["ranks"]), "ranks", plot_speed, kinds["ranks"])
-    if learning and (folder / "published.yaml").exists():  # many tasks, and what others published of them
+    if (
+        learning and (folder / "published.yaml").exists()
+    ):  # many tasks, and what others published of them
         published = yaml.safe_load((folder / "published.yaml").read_text())
         plot = functools.partial(plot_tasks, published=published["scores"])
         section("Scores", tasks_section(learning, published["scores"]), "tasks", plot, learning)
@@ -683,7 +880,10 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     if (folder / "notes.md").exists():
         section("What was tried", (folder / "notes.md").read_text())
     if failed:
-        rows = [[*(str(cell[key]) for key in ("group", "name", "env_id", "seed", "error"))] for cell in failed]
+        rows = [
+            [*(str(cell[key]) for key in ("group", "name", "env_id", "seed", "error"))]
+            for cell in failed
+        ]
         section("Failed", table(["group", "run", "environment", "seed", "error"], rows))
     section("Hardware, versions, commands", provenance(cells))
     (folder / "report.md").write_text("\n".join(parts))
@@ -700,28 +900,48 @@ def load(path: pathlib.Path) -> dict:
             cell = from_rows(rows) | {"peak_rss_mib": last.get("peak_rss_mb")}
         return cell | {"steps": cell["curve"]["step"][-1]}
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise SystemExit(f"error: {path}: neither a cell's JSON nor a run's folder with metrics.jsonl") from error
+        raise SystemExit(
+            f"error: {path}: neither a cell's JSON nor a run's folder with metrics.jsonl"
+        ) from error
 
 
 def compare(paths: list[pathlib.Path], out: pathlib.Path):
     """The table goes to stdout, the plot to out/compare.png."""
     cells = [cell | {"score": last_score(cell)} for cell in map(load, paths)]
-    facts = {"seconds": "duration, s", "steps": "steps", "sps": "steps/s, whole run", "sps_steady": "steps/s, steady"}
-    facts |= {"seconds_to_first_update": "seconds to the first update", "peak_rss_mib": "peak memory, MiB"}
+    facts = {
+        "seconds": "duration, s",
+        "steps": "steps",
+        "sps": "steps/s, whole run",
+        "sps_steady": "steps/s, steady",
+    }
+    facts |= {
+        "seconds_to_first_update": "seconds to the first update",
+        "peak_rss_mib": "peak memory, MiB",
+    }
     facts |= {"score": "score, last three logged"}
     rows = []
     for key, what in facts.items():
         a, b = (np.nan if cell.get(key) is None else cell[key] for cell in cells)
-        rows.append([what, number(a), number(b), f"{a / b:.2f}" if b and np.isfinite(a / b) else "-"])
-    print(f"A: {paths[0]}\nB: {paths[1]}\n\n{table(['', 'A', 'B', 'A / B (steps/s: speed-up)'], rows)}")
+        rows.append(
+            [what, number(a), number(b), f"{a / b:.2f}" if b and np.isfinite(a / b) else "-"]
+        )
+    print(
+        f"A: {paths[0]}\nB: {paths[1]}\n\n{table(['', 'A', 'B', 'A / B (steps/s: speed-up)'], rows)}"
+    )
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.5))
     for name, cell, hue in zip("AB", cells, MORE_COLORS[-2:]):
         seconds, scores = from_start(cell), smooth(cell["curve"]["score"])
         shown = ~np.isnan(scores)
-        axes[0].plot(np.array(cell["curve"]["step"])[shown] / 1e6, scores[shown], color=hue, label=name)
+        axes[0].plot(
+            np.array(cell["curve"]["step"])[shown] / 1e6, scores[shown], color=hue, label=name
+        )
         axes[1].plot(seconds[shown], scores[shown], color=hue)
         axes[2].plot(seconds, np.array(cell["curve"]["sps"], float) / 1000, color=hue)
-    labels = ("million steps", "mean score"), ("seconds", "mean score"), ("seconds", "thousand steps/s")
+    labels = (
+        ("million steps", "mean score"),
+        ("seconds", "mean score"),
+        ("seconds", "thousand steps/s"),
+    )
     for axis, (x, y) in zip(axes, labels):
         axis.set(xlabel=x, ylabel=y, ylim=(0, None))
     axes[0].legend()
@@ -731,13 +951,19 @@ def compare(paths: list[pathlib.Path], out: pathlib.Path):
 
 
 def main(argv: list[str]):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if argv[:1] == ["compare"]:
         parser.add_argument("runs", nargs=2, type=pathlib.Path)
-        parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), help="where compare.png goes")
+        parser.add_argument(
+            "--out", type=pathlib.Path, default=pathlib.Path("."), help="where compare.png goes"
+        )
         args = parser.parse_args(argv[1:])
         return compare(args.runs, args.out)
-    parser.add_argument("folder", type=report_folder, help="what was --out of run.py; or: compare A B")
+    parser.add_argument(
+        "folder", type=report_folder, help="what was --out of run.py; or: compare A B"
+    )
     print(make_report(parser.parse_args(argv).folder))
 
 

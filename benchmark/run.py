@@ -58,7 +58,17 @@ PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
     peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")
 }
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
-GROUP_KEYS = {"name", "kind", "programs", "envs", "seeds", "duration", "steps", "interleave", "cold"}
+GROUP_KEYS = {
+    "name",
+    "kind",
+    "programs",
+    "envs",
+    "seeds",
+    "duration",
+    "steps",
+    "interleave",
+    "cold",
+}
 GROUP_KEYS |= {"timeout", "x_label", "solved"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
@@ -69,7 +79,12 @@ CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that 
     "bf16": ("Arm BF16", "cpu-arm"),
     "asimd": ("Arm NEON", "cpu-arm"),
 }
-SAME = ("command", "environment", "cores", "cold")  # a stored cell that agrees in these is the same measurement
+SAME = (
+    "command",
+    "environment",
+    "cores",
+    "cold",
+)  # a stored cell that agrees in these is the same measurement
 
 
 # From a plan to cells -------------------------------------------------------------------------------------------------
@@ -77,34 +92,56 @@ SAME = ("command", "environment", "cores", "cold")  # a stored cell that agrees 
 
 def check_keys(where: str, given: dict, known: set[str]):
     if unknown := set(given) - known:
-        raise ValueError(f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
+        )
 
 
 def expand(group: dict, cores: list[int]) -> list[dict]:
     """The cells of a group in the order in which they run. Raises ValueError if the plan is wrong."""
     check_keys(group["name"], group, GROUP_KEYS)
     if group["kind"] not in KINDS:
-        raise ValueError(f"{group['name']}: kind {group['kind']}: must be one of {', '.join(KINDS)}")
+        raise ValueError(
+            f"{group['name']}: kind {group['kind']}: must be one of {', '.join(KINDS)}"
+        )
     cells, steps, duration = [], group.get("steps"), group.get("duration")
-    same = {"group": group["name"], "kind": group["kind"], "duration": duration, "cold": group.get("cold", False)}
+    same = {
+        "group": group["name"],
+        "kind": group["kind"],
+        "duration": duration,
+        "cold": group.get("cold", False),
+    }
     same |= {"x_label": group.get("x_label"), "solved": group.get("solved")}
     same |= {"timeout": group.get("timeout", (duration or 3000) + 600)}
-    for (name, program), env_id in itertools.product(group["programs"].items(), group.get("envs", ["breakout"])):
+    for (name, program), env_id in itertools.product(
+        group["programs"].items(), group.get("envs", ["breakout"])
+    ):
         where = f"{group['name']}, {name}"
         check_keys(where, program, PROGRAM_KEYS)
         if program["program"] not in PROGRAMS:
-            raise ValueError(f"{where}: program {program['program']}: must be one of {', '.join(PROGRAMS)}")
-        cell = same | {"name": str(name), "program": program["program"], "env_id": env_id, "x": program.get("x")}
+            raise ValueError(
+                f"{where}: program {program['program']}: must be one of {', '.join(PROGRAMS)}"
+            )
+        cell = same | {
+            "name": str(name),
+            "program": program["program"],
+            "env_id": env_id,
+            "x": program.get("x"),
+        }
         cell["environment"] = {key: str(value) for key, value in program.get("env", {}).items()}
         cell["cores"] = program.get("cores", cores)
         if not set(cell["cores"]) <= set(range(os.cpu_count())):
             raise ValueError(f"cores {cell['cores']}: this machine has {os.cpu_count()}")
         for seed in program.get("seeds", group.get("seeds", [1])):
-            cells.append(cell | {"seed": seed, "command": command(program, env_id, seed, steps, duration)})
+            cells.append(
+                cell | {"seed": seed, "command": command(program, env_id, seed, steps, duration)}
+            )
     return sorted(cells, key=lambda cell: cell["seed"]) if group.get("interleave") else cells
 
 
-def command(program: dict, env_id: str, seed: int, steps: int | None, duration: float | None) -> list[str]:
+def command(
+    program: dict, env_id: str, seed: int, steps: int | None, duration: float | None
+) -> list[str]:
     """The command as it is run in the repository's folder; DIR stands for the temporary folder that it writes to."""
     kind, executable = program["program"], pathlib.Path(sys.executable)
     if kind not in ("ours", "ceiling"):
@@ -112,7 +149,11 @@ def command(program: dict, env_id: str, seed: int, steps: int | None, duration: 
     python = str(executable.relative_to(ROOT)) if executable.is_relative_to(ROOT) else "python"
     words = [python, *program.get("launcher", []), program.get("script", PROGRAMS[kind])]
     words += ["--env-id", env_id, "--seed", seed]
-    flags = "--total-timesteps --time-limit --output-dir" if kind == "ours" else "--steps --seconds --folder"
+    flags = (
+        "--total-timesteps --time-limit --output-dir"
+        if kind == "ours"
+        else "--steps --seconds --folder"
+    )
     for flag, value in zip(flags.split(), (steps, duration, "DIR")):
         words += [flag, value] if value is not None else []
     return [str(word).replace("{env}", env_id) for word in (*words, *program.get("args", []))]
@@ -147,7 +188,9 @@ def start(cell: dict, folder: str, log) -> subprocess.Popen:
     words[0] = interpreter(words[0])
     if words[1].endswith(".patch"):
         copy = f"{folder}-{pathlib.Path(words[1]).stem}.py"
-        subprocess.run(["patch", "-s", "-o", copy, ROOT / PROGRAMS["ours"], ROOT / words[1]], check=True)
+        subprocess.run(
+            ["patch", "-s", "-o", copy, ROOT / PROGRAMS["ours"], ROOT / words[1]], check=True
+        )
         words[1] = copy
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cell["cores"])
@@ -165,10 +208,19 @@ def read_rows(folder: str | pathlib.Path) -> tuple[list[dict], dict]:
         for text in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # one that is being written
                 rows.append(json.loads(text))
-    return [row for row in rows if "exit_reason" not in row], next((row for row in rows if "exit_reason" in row), {})
+    return [row for row in rows if "exit_reason" not in row], next(
+        (row for row in rows if "exit_reason" in row), {}
+    )
 
 
-def watch(process: subprocess.Popen, folder: str, since: float, timeout: float, family: set, tick: Callable) -> dict:
+def watch(
+    process: subprocess.Popen,
+    folder: str,
+    since: float,
+    timeout: float,
+    family: set,
+    tick: Callable,
+) -> dict:
     """Until the process ends: the seconds to its first update, and the peak resident memory of it and its family.
 
     Looks for the first row 20 times a second, at the memory twice a second, so that watching costs the watched nothing.
@@ -217,7 +269,10 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
     """Runs a cell and returns all that is known about it; "status" is ok or failed."""
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     result = cell | {"status": "ok", "started": started, "load_before": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory() as temporary, open(f"{temporary}/log", "w+", errors="replace") as log:
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        open(f"{temporary}/log", "w+", errors="replace") as log,
+    ):
         folder, since, family, error = f"{temporary}/run", time.perf_counter(), set(), None
         os.mkdir(folder)
         process = start(cell, folder, log)
@@ -230,13 +285,20 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
         result["wall_seconds"] = time.perf_counter() - since
         log.seek(0)
         output, (rows, last) = log.read(), read_rows(folder)
-        if cell["kind"] == "learning" and cell["program"] == "ours" and not error and process.returncode == 0:
+        if (
+            cell["kind"] == "learning"
+            and cell["program"] == "ours"
+            and not error
+            and process.returncode == 0
+        ):
             tick(result["wall_seconds"])
             (run,) = pathlib.Path(folder).iterdir()
             if played := play(cell, folder, run):
                 result["played"] = played
             if cell["solved"] is not None:
-                result["first_solved"] = first_solved(cell, folder, run, rows, result["seconds_to_first_update"])
+                result["first_solved"] = first_solved(
+                    cell, folder, run, rows, result["seconds_to_first_update"]
+                )
         result = {"versions": versions()} | last | result | from_rows(rows) | repository()
         result["hardware"] = hardware(output)
         for config in pathlib.Path(folder).glob("*/config.yaml"):  # ours
@@ -272,7 +334,9 @@ def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
     return played if "episodic_return" in played else None
 
 
-def first_solved(cell: dict, folder: str, run: pathlib.Path, rows: list[dict], first_update: float) -> dict | None:
+def first_solved(
+    cell: dict, folder: str, run: pathlib.Path, rows: list[dict], first_update: float
+) -> dict | None:
     """The first of the checkpoints that were kept whose 128 games have the mean score `solved`: its step, that mean,
     the least of the games, and the seconds from the start of the process until it was written. None if there is none."""
     logged = {row["iteration"]: row for row in rows}  # --log-interval divides --checkpoint-interval
@@ -281,14 +345,21 @@ def first_solved(cell: dict, folder: str, run: pathlib.Path, rows: list[dict], f
         played = row and play(cell, folder, model)
         if played and (score := played["episodic_return"])["mean"] >= cell["solved"]:
             seconds = row["time"] - rows[0]["time"] + first_update
-            return {"step": row["step"], "seconds": seconds, "score": score["mean"], "least": score["min"]}
+            return {
+                "step": row["step"],
+                "seconds": seconds,
+                "score": score["mean"],
+                "least": score["min"],
+            }
     return None
 
 
 def second_half(times: list[float]) -> int:
     """Of two points or more, the first in the second half of the seconds since the first, before which it compiles."""
     middle = (times[0] + times[-1]) / 2
-    return min(next(index for index, seconds in enumerate(times) if seconds >= middle), len(times) - 2)
+    return min(
+        next(index for index, seconds in enumerate(times) if seconds >= middle), len(times) - 2
+    )
 
 
 def steady_speed(curve: dict) -> float | None:
@@ -302,7 +373,9 @@ def steady_speed(curve: dict) -> float | None:
 
 def phases(rows: list[dict]) -> dict[str, float]:
     """Seconds of each phase."""
-    keys = dict.fromkeys(key for row in rows for key in row if re.fullmatch(r"time/.*(?<!_share)", key))
+    keys = dict.fromkeys(
+        key for row in rows for key in row if re.fullmatch(r"time/.*(?<!_share)", key)
+    )
     return {key.removeprefix("time/"): sum(row.get(key, 0) for row in rows) for key in keys}
 
 
@@ -334,20 +407,31 @@ def kind_of_cpu(info: str) -> tuple[str, str]:
     """Instruction set and kind, from what /proc/cpuinfo says."""
     flags = set(info.split())
     return next(
-        (both for flag, both in CPUS.items() if flag in flags), (platform.machine(), f"cpu-{platform.machine()}")
+        (both for flag, both in CPUS.items() if flag in flags),
+        (platform.machine(), f"cpu-{platform.machine()}"),
     )
 
 
 def report_folder(text: str) -> pathlib.Path:
-    return pathlib.Path(text) if text != "auto" else ROOT / "benchmark/reports" / kind_of_cpu(CPUINFO.read_text())[1]
+    return (
+        pathlib.Path(text)
+        if text != "auto"
+        else ROOT / "benchmark/reports" / kind_of_cpu(CPUINFO.read_text())[1]
+    )
 
 
 def hardware(output: str = "") -> dict:
     """Of this machine, and of it what a script of ours says that it uses."""
     info = CPUINFO.read_text()
     name = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    facts = {"cpu": name[1] if name else platform.processor(), "instruction_set": kind_of_cpu(info)[0]}
-    facts |= {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    facts = {
+        "cpu": name[1] if name else platform.processor(),
+        "instruction_set": kind_of_cpu(info)[0],
+    }
+    facts |= {
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
     if said := re.search(r"^on: (?:cpu, threads: (\d+)|(.*?),)", output, re.MULTILINE):
         facts |= {"threads": int(said[1])} if said[1] else {"gpu": said[2]}
     return facts
@@ -355,7 +439,10 @@ def hardware(output: str = "") -> dict:
 
 def versions() -> dict:
     """Of this environment, in which ours runs; the other programs have their own."""
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "gymnasium", "pufferlib")}
+    packages = {
+        name: importlib.metadata.version(name)
+        for name in ("torch", "numpy", "gymnasium", "pufferlib")
+    }
     return {"python": platform.python_version()} | packages
 
 
@@ -363,7 +450,9 @@ def repository() -> dict:
     """The commit, and whether a tracked file outside the reports differs from it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True
+        ).stdout.strip()
 
     changes = git("status", "--porcelain", "-uno", "--", ".", ":!benchmark/reports")
     return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(changes)}
@@ -371,8 +460,12 @@ def repository() -> dict:
 
 def store(cell: dict, path: pathlib.Path):
     """Indented, but for the curve, whose columns take a line each."""
-    head = json.dumps({key: value for key, value in cell.items() if key != "curve"}, indent=1).removesuffix("\n}")
-    columns = ",\n".join(f'  "{key}": {json.dumps(column)}' for key, column in cell["curve"].items())
+    head = json.dumps(
+        {key: value for key, value in cell.items() if key != "curve"}, indent=1
+    ).removesuffix("\n}")
+    columns = ",\n".join(
+        f'  "{key}": {json.dumps(column)}' for key, column in cell["curve"].items()
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(f'{head},\n "curve": {{\n{columns}\n }}\n}}\n')
     path.with_suffix(".tmp").replace(path)
@@ -390,7 +483,12 @@ def run_all(cells: list[dict], out: pathlib.Path) -> int:
         guess = (cell["duration"] or (300 if cell["kind"] == "learning" else 15)) + 15
         return walls.get((cell["group"], cell["name"]), guess)
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
     with Progress(*columns, refresh_per_second=1, transient=True) as progress:
         task = progress.add_task("", total=len(cells), left="")
         for number, cell in enumerate(cells):
@@ -398,7 +496,11 @@ def run_all(cells: list[dict], out: pathlib.Path) -> int:
 
             def tick(seconds: float, cell=cell, label=label, number=number):
                 left = max(expected(cell) - seconds, 0) + sum(map(expected, cells[number + 1 :]))
-                progress.update(task, description=f"{label}, {seconds:.0f} s", left=f"about {left / 60:.0f} min left")
+                progress.update(
+                    task,
+                    description=f"{label}, {seconds:.0f} s",
+                    left=f"about {left / 60:.0f} min left",
+                )
 
             tick(0)
             result = measure(cell, tick)
@@ -407,23 +509,40 @@ def run_all(cells: list[dict], out: pathlib.Path) -> int:
             failed += result["status"] == "failed"
             facts = [f"{result['wall_seconds']:.0f} s"]
             if result["status"] == "failed":
-                facts.append(f"FAILED, {result['error']}: {(result['output_tail'].strip().splitlines() or [''])[-1]}")
+                facts.append(
+                    f"FAILED, {result['error']}: {(result['output_tail'].strip().splitlines() or [''])[-1]}"
+                )
             if result["sps_steady"]:
                 facts.append(f"{result['sps_steady']:,.0f} steps/s")
             if scores := [score for score in result["curve"]["score"] if score is not None]:
                 facts.append(f"score {scores[-1]:.1f}")
-            progress.console.print(f"{label}: {', '.join(facts)}", markup=False, highlight=False, soft_wrap=True)
+            progress.console.print(
+                f"{label}: {', '.join(facts)}", markup=False, highlight=False, soft_wrap=True
+            )
             progress.advance(task)
     return failed
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", nargs="?", type=pathlib.Path, help="a YAML file; or give the matrix by the flags below")
-    parser.add_argument("--out", type=report_folder, required=True, help="gets cells/GROUP/NAME__ENV__SEED.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "plan",
+        nargs="?",
+        type=pathlib.Path,
+        help="a YAML file; or give the matrix by the flags below",
+    )
+    parser.add_argument(
+        "--out", type=report_folder, required=True, help="gets cells/GROUP/NAME__ENV__SEED.json"
+    )
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="of the plan, only these groups")
-    parser.add_argument("--fresh", action="store_true", help="forget the stored cells (with --only: of its groups)")
-    parser.add_argument("--cores", help="pin every process to these, such as 0,1 (a program's own in the plan win)")
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget the stored cells (with --only: of its groups)"
+    )
+    parser.add_argument(
+        "--cores", help="pin every process to these, such as 0,1 (a program's own in the plan win)"
+    )
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS)
     parser.add_argument("--envs", nargs="+", default=["breakout"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
@@ -437,14 +556,22 @@ def main(argv: list[str] | None = None) -> int:
         if args.plan:
             groups = yaml.safe_load(args.plan.read_text())
         else:
-            keys = GROUP_KEYS & {key for key, value in vars(args).items() if value is not None} - {"programs"}
+            keys = GROUP_KEYS & {key for key, value in vars(args).items() if value is not None} - {
+                "programs"
+            }
             matrix = {key: getattr(args, key) for key in keys}
             matrix |= {"name": "matrix", "kind": "speed" if args.duration else "learning"}
             groups = [matrix | {"programs": {name: {"program": name} for name in args.programs}}]
         names = [group["name"] for group in groups]
         if unknown := set(args.only or []) - set(names):
-            raise ValueError(f"--only {' '.join(sorted(unknown))}: the plan's groups are {', '.join(names)}")
-        cores = sorted(map(int, args.cores.split(","))) if args.cores else sorted(os.sched_getaffinity(0))
+            raise ValueError(
+                f"--only {' '.join(sorted(unknown))}: the plan's groups are {', '.join(names)}"
+            )
+        cores = (
+            sorted(map(int, args.cores.split(",")))
+            if args.cores
+            else sorted(os.sched_getaffinity(0))
+        )
         groups = [group for group in groups if not args.only or group["name"] in args.only]
         cells = [cell for group in groups for cell in expand(group, cores)]
     except KeyError as error:
@@ -452,14 +579,22 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         parser.error(f"{args.plan}: {error}")
     if args.fresh:
-        for name in args.only or [""]:  # without --only those of groups that are no longer in the plan, too
+        for name in args.only or [
+            ""
+        ]:  # without --only those of groups that are no longer in the plan, too
             shutil.rmtree(args.out / "cells" / name, ignore_errors=True)
-    missing = {cell["program"] for cell in cells if not os.path.exists(interpreter(cell["command"][0]))}
+    missing = {
+        cell["program"] for cell in cells if not os.path.exists(interpreter(cell["command"][0]))
+    }
     for peer in sorted(missing):
-        print(f"skipped: {peer}, which is not installed (no .peers/{peer}); `make benchmark-peers` installs it")
+        print(
+            f"skipped: {peer}, which is not installed (no .peers/{peer}); `make benchmark-peers` installs it"
+        )
     cells = [cell for cell in cells if cell["program"] not in missing]
     todo = [cell for cell in cells if not is_finished(cell, args.out)]
-    print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, {len(todo)} to run; results in {args.out}")
+    print(
+        f"{len(cells) - len(todo)} of {len(cells)} cells are finished, {len(todo)} to run; results in {args.out}"
+    )
     try:
         failed = run_all(todo, args.out)
     except KeyboardInterrupt:
@@ -467,7 +602,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"interrupted; to go on: {shlex.join([sys.executable, *again])}", file=sys.stderr)
         return 130
     if failed:
-        print(f'{failed} of {len(todo)} cells failed; see "error" and "output_tail" in their JSON', file=sys.stderr)
+        print(
+            f'{failed} of {len(todo)} cells failed; see "error" and "output_tail" in their JSON',
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 

@@ -57,12 +57,21 @@ def measure(steps: int, scanned: bool, args) -> dict[str, float]:
         times.append(time.perf_counter() - start)
     compiled, nanoseconds, _ = torch_xla.debug.metrics.metric_data("CompileTime")
     step_ms = 1000 * float(np.median(times[2:]))
-    return {"compile_s": nanoseconds / 1e9, "first_s": times[0], "step_ms": step_ms, "graphs": compiled}
+    return {
+        "compile_s": nanoseconds / 1e9,
+        "first_s": times[0],
+        "step_ms": step_ms,
+        "graphs": compiled,
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs="+", default=[16, 32, 64], help="segment lengths")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[16, 32, 64], help="segment lengths"
+    )
     parser.add_argument("--segments", type=int, default=128, help="segments of a minibatch")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
@@ -80,7 +89,9 @@ def main():
             command = [sys.executable, __file__, *sys.argv[1:], "--row", str(steps), kind]
             result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
             row = json.loads(result.stdout.splitlines()[-1])
-            print(f"| {steps} | {kind} | {row['compile_s']:.1f} | {row['step_ms']:.1f} |", flush=True)
+            print(
+                f"| {steps} | {kind} | {row['compile_s']:.1f} | {row['step_ms']:.1f} |", flush=True
+            )
 
 
 if __name__ == "__main__":

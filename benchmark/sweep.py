@@ -58,7 +58,13 @@ NAMES = {
     "gp": "Optuna's GP",
     "random": "random",
 }
-COLORS = {"protein": "#0072B2", "pufferlib": "#D55E00", "tpe": "#009E73", "gp": "#CC79A7", "random": "#999999"}
+COLORS = {
+    "protein": "#0072B2",
+    "pufferlib": "#D55E00",
+    "tpe": "#009E73",
+    "gp": "#CC79A7",
+    "random": "#999999",
+}
 
 
 # Problems -----------------------------------------------------------------------------------------------------------------
@@ -106,7 +112,9 @@ class Problem:
             result[parameter.argument] = 1 - u if parameter.name.startswith("1 - ") else u
         return result
 
-    def run(self, arguments: dict, rng: np.random.Generator | None = None, points: int = 5) -> tuple[list, bool]:
+    def run(
+        self, arguments: dict, rng: np.random.Generator | None = None, points: int = 5
+    ) -> tuple[list, bool]:
         """The points [progress, cost, score] of a run's curve, and whether it failed. Without rng: the truth."""
         sps, score, noise, fails = self.quality(arguments, self.unit(arguments), rng)
         total = arguments["total_timesteps"] / sps
@@ -116,7 +124,9 @@ class Problem:
         shares = end / total * np.arange(1, points + 1) / points
         lines = [[p, p * total, float(score(p * arguments["total_timesteps"], p))] for p in shares]
         if rng is not None:
-            lines = [[p, cost, value + noise * float(rng.standard_normal())] for p, cost, value in lines]
+            lines = [
+                [p, cost, value + noise * float(rng.standard_normal())] for p, cost, value in lines
+            ]
         return lines, False
 
     def truth(self, arguments: dict) -> float:
@@ -138,7 +148,9 @@ class Problem:
         for top, x in tops:
             size, x = 0.2, np.array(x)
             for _ in range(1500):
-                other = np.clip(x + size * rng.standard_normal(len(x)) * (rng.random(len(x)) < 0.4), 0, 1)
+                other = np.clip(
+                    x + size * rng.standard_normal(len(x)) * (rng.random(len(x)) < 0.4), 0, 1
+                )
                 if (found := value(other)) > top:
                     x, top, size = other, found, size * 1.5
                 else:
@@ -149,8 +161,14 @@ class Problem:
 
 def smooth(arguments, u, rng):
     sps = 20_000 * (arguments["num_envs"] / 512) ** 0.5
-    S = np.exp(-(((u["learning_rate"] - 0.6) / 0.25) ** 2) / 2 - ((u["gamma"] - 0.7) / 0.3) ** 2 / 2)
-    tau = 3e6 * (arguments["num_envs"] / 512) ** 0.6 * np.exp(((u["learning_rate"] - 0.75) / 0.3) ** 2)
+    S = np.exp(
+        -(((u["learning_rate"] - 0.6) / 0.25) ** 2) / 2 - ((u["gamma"] - 0.7) / 0.3) ** 2 / 2
+    )
+    tau = (
+        3e6
+        * (arguments["num_envs"] / 512) ** 0.6
+        * np.exp(((u["learning_rate"] - 0.75) / 0.3) ** 2)
+    )
     return sps, lambda t, progress: 100 * S * (1 - np.exp(-t / tau)), 0.0, False
 
 
@@ -175,7 +193,9 @@ def wide(arguments, u, rng):
 def ridge(arguments, u, rng):
     effective = arguments["learning_rate"] / (1 - arguments["momentum"])
     off = np.log10(effective / 0.4)
-    S = np.exp(-2 * off**2 - ((u["gamma"] - 0.5) / 0.3) ** 2 / 2 - ((u["ent_coef"] - 0.4) / 0.35) ** 2 / 2)
+    S = np.exp(
+        -2 * off**2 - ((u["gamma"] - 0.5) / 0.3) ** 2 / 2 - ((u["ent_coef"] - 0.4) / 0.35) ** 2 / 2
+    )
     luck = np.exp(0.1 * rng.standard_normal()) if rng is not None else 1.0
     tau = 4e6 * (1 + 2 * abs(off)) * luck
 
@@ -228,7 +248,9 @@ class Optuna:
         sampler = {
             "protein": lambda: ProteinSampler(problem.cube.space, seed, problem.max_cost),
             "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
-            "gp": lambda: optuna.samplers.GPSampler(seed=seed, deterministic_objective=problem.name == "smooth"),
+            "gp": lambda: optuna.samplers.GPSampler(
+                seed=seed, deterministic_objective=problem.name == "smooth"
+            ),
             "random": lambda: optuna.samplers.RandomSampler(seed=seed),
         }[method]()
         self.study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -256,9 +278,12 @@ class PufferLib:
 
     def __init__(self, problem: Problem, method: str, seed: int):
         self.problem = problem
-        middle = to_arguments(problem.space, problem.cube.decode(np.full(problem.cube.dim, 0.5)), {})
+        middle = to_arguments(
+            problem.space, problem.cube.decode(np.full(problem.cube.dim, 0.5)), {}
+        )
         space = {
-            name: entry | {"mean": middle[name], "scale": "time" if name == "total_timesteps" else "auto"}
+            name: entry
+            | {"mean": middle[name], "scale": "time" if name == "total_timesteps" else "auto"}
             for name, entry in problem.content.items()
         }
         self.process = subprocess.Popen(
@@ -274,16 +299,21 @@ class PufferLib:
 
     def suggest(self) -> tuple[dict, float]:
         answer = self.send({"suggest": True})
-        whole = {name for name, entry in self.problem.content.items() if isinstance(entry["min"], int)}
-        return {name: round(value) if name in whole else value for name, value in answer["params"].items()}, answer[
-            "seconds"
-        ]
+        whole = {
+            name for name, entry in self.problem.content.items() if isinstance(entry["min"], int)
+        }
+        return {
+            name: round(value) if name in whole else value
+            for name, value in answer["params"].items()
+        }, answer["seconds"]
 
     def observe(self, arguments: dict, curve: list, failed: bool):
         """Each point is told as a run with as many steps in all, as PufferLib's own sweep does."""
         for progress, cost, score in curve:
             steps = {"total_timesteps": max(1, round(progress * arguments["total_timesteps"]))}
-            self.send({"observe": arguments | steps, "score": score, "cost": cost, "failure": failed})
+            self.send(
+                {"observe": arguments | steps, "score": score, "cost": cost, "failure": failed}
+            )
 
     def close(self):
         self.process.stdin.close()
@@ -317,7 +347,10 @@ def time_suggestions(observations: int = 300, repeats: int = 3) -> dict[str, lis
     """Seconds of a suggestion on the wide problem after so many observations (5 points of each of 60 random trials), ours and PufferLib's."""
     problem, seconds = PROBLEMS["wide"], {"protein": [], "pufferlib": []}
     for method, times in seconds.items():
-        study, rng = (PufferLib if method == "pufferlib" else Optuna)(problem, method, 1), np.random.default_rng(0)
+        study, rng = (
+            (PufferLib if method == "pufferlib" else Optuna)(problem, method, 1),
+            np.random.default_rng(0),
+        )
         for _ in range(observations // 5):
             params = problem.cube.decode(rng.random(problem.cube.dim))
             arguments = to_arguments(problem.space, params, {})
@@ -325,7 +358,10 @@ def time_suggestions(observations: int = 300, repeats: int = 3) -> dict[str, lis
             if method == "protein":
                 study.study.add_trial(
                     optuna.create_trial(
-                        params=params, distributions=problem.cube.space, value=curve[-1][2], user_attrs={"curve": curve}
+                        params=params,
+                        distributions=problem.cube.space,
+                        value=curve[-1][2],
+                        user_attrs={"curve": curve},
                     )
                 )
             else:
@@ -363,7 +399,9 @@ def hypervolume(cell: dict, problem: Problem, optimum: float) -> np.ndarray:
 
 def at_cost(cell: dict, values: np.ndarray, budget: float) -> float:
     """The value after the last trial that was over within the summed cost."""
-    return float(values[max(0, int(np.searchsorted(np.cumsum(cell["cost"]), budget, side="right")) - 1)])
+    return float(
+        values[max(0, int(np.searchsorted(np.cumsum(cell["cost"]), budget, side="right")) - 1)]
+    )
 
 
 def interval(values: list[float]) -> str:
@@ -413,13 +451,18 @@ def report(cells: list[dict], facts: dict, out: pathlib.Path):
             row += [interval([at_cost(*pair, budget) for pair in zip(some, areas)])]
             row += [f"{np.mean([sum(cell['cost']) for cell in some]) / problem.max_cost:.1f}"]
             row += [f"{np.mean([cell['score'].count(None) for cell in some]):.1f}"]
-            row += [f"{np.median([seconds for cell in some for seconds in cell['seconds'][20:]]):.2g}"]
+            row += [
+                f"{np.median([seconds for cell in some for seconds in cell['seconds'][20:]]):.2g}"
+            ]
             rows.append(row)
             spent = np.linspace(0.5, 50, 100)
             for line, values in enumerate((regrets, areas)):
                 style = {"color": COLORS[method], "label": f"{NAMES[method]} ({len(some)})"}
                 axes[line, 0].plot(np.arange(1, TRIALS + 1), np.mean(values, axis=0), **style)
-                by_cost = [[at_cost(cell, one, x * problem.max_cost) for x in spent] for cell, one in zip(some, values)]
+                by_cost = [
+                    [at_cost(cell, one, x * problem.max_cost) for x in spent]
+                    for cell, one in zip(some, values)
+                ]
                 until = spent <= max(sum(cell["cost"]) for cell in some) / problem.max_cost
                 axes[line, 1].plot(spent[until], np.mean(by_cost, axis=0)[until], **style)
         for line, label in enumerate(("regret", "hypervolume")):
@@ -460,7 +503,9 @@ def targets(summary: dict, facts: dict) -> list[str]:
         }
         if pairs:
             good = [name for name, (ours, other) in pairs.items() if ours <= other]
-            figures = ", ".join(f"{name} {ours:.3g} against {other:.3g}" for name, (ours, other) in pairs.items())
+            figures = ", ".join(
+                f"{name} {ours:.3g} against {other:.3g}" for name, (ours, other) in pairs.items()
+            )
             met = "met" if len(good) >= least else "not met"
             lines.append(
                 f"- Mean regret after 60 trials no larger than that of {NAMES[method]} on at least {least} problems: {figures}: **{met}**."
@@ -477,12 +522,16 @@ def targets(summary: dict, facts: dict) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmark/reports/sweep")
-    parser.add_argument("--report-only", action="store_true", help="make the report again from what is stored")
+    parser.add_argument(
+        "--report-only", action="store_true", help="make the report again from what is stored"
+    )
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -493,7 +542,9 @@ def main() -> int:
     done = {(cell["method"], cell["problem"], cell["seed"]) for cell in cells}
     if not args.report_only:
         if "optimum" not in facts:
-            facts["optimum"] = {name: problem.optimum(problem.max_cost) for name, problem in PROBLEMS.items()}
+            facts["optimum"] = {
+                name: problem.optimum(problem.max_cost) for name, problem in PROBLEMS.items()
+            }
         if "pufferlib" in args.methods and not PEER.exists():
             print(
                 "skipped: PufferLib's Protein, which is not installed; `make benchmark-peers` installs it",
@@ -512,7 +563,11 @@ def main() -> int:
         todo = [cell for cell in todo if cell not in done]
         with contextlib.suppress(KeyboardInterrupt), store.open("a") as file:
             for number, (method, name, seed) in enumerate(todo):
-                print(f"{number + 1} of {len(todo)}: {NAMES[method]}, {name}, seed {seed}", file=sys.stderr, flush=True)
+                print(
+                    f"{number + 1} of {len(todo)}: {NAMES[method]}, {name}, seed {seed}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 cells.append(run(PROBLEMS[name], method, seed, TRIALS))
                 print(json.dumps(cells[-1]), file=file, flush=True)
     report(cells, facts, args.out)

@@ -21,7 +21,10 @@ class Flat(gym.ObservationWrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.space, shape = env.observation_space, gym.spaces.flatten_space(env.observation_space).shape
+        self.space, shape = (
+            env.observation_space,
+            gym.spaces.flatten_space(env.observation_space).shape,
+        )
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
 
     def observation(self, observation) -> np.ndarray:
@@ -56,8 +59,13 @@ bare = {"disable_env_checker": True, "order_enforce": False}  # they cost time a
 for task, facts in popgym.envs.ALL.items():
     gym.register(facts["id"].removeprefix("popgym-"), make_popgym, kwargs={"task": task}, **bare)
 for size in 7, 9, 11, 13:
-    gym.register(f"MemoryS{size}-v0", make_minigrid, kwargs={"task": f"MiniGrid-MemoryS{size}-v0"}, **bare)
+    gym.register(
+        f"MemoryS{size}-v0", make_minigrid, kwargs={"task": f"MiniGrid-MemoryS{size}-v0"}, **bare
+    )
 for task, positions in ("Pendulum-v1", 2), ("HalfCheetah-v4", 8), ("Hopper-v4", 5):
     gym.register(
-        task.replace("-", "NoVel-"), make_without_velocities, kwargs={"task": task, "positions": positions}, **bare
+        task.replace("-", "NoVel-"),
+        make_without_velocities,
+        kwargs={"task": task, "positions": positions},
+        **bare,
     )

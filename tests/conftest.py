@@ -52,7 +52,15 @@ def command_of(*arguments, launcher=PYTHON, small: bool = True, script=SCRIPT) -
     return [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
 
 
-def start_script(*arguments, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, fork: bool = True, **options):
+def start_script(
+    *arguments,
+    cwd,
+    launcher=PYTHON,
+    small: bool = True,
+    script=SCRIPT,
+    fork: bool = True,
+    **options,
+):
     """Starts the script in cwd (its runs/ goes there) and returns at once: a `Fork`, or a Popen if it is not to be one."""
     command, options = (
         command_of(*arguments, launcher=launcher, small=small, script=script),
@@ -61,7 +69,9 @@ def start_script(*arguments, cwd, launcher=PYTHON, small: bool = True, script=SC
     if fork and command[0] == sys.executable:
         return Fork(command, cwd, **options)
     return subprocess.Popen(
-        command, cwd=cwd, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        command,
+        cwd=cwd,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options,
     )
 
 
@@ -78,7 +88,9 @@ def run_script(*arguments, cwd, timeout: float = 300, **options) -> subprocess.C
 def output_of(script, arguments: list[str], cwd, timeout: float = 300) -> str:
     """What a script prints. Asserts that it succeeds."""
     result = run_script(*arguments, cwd=cwd, timeout=timeout, script=script, small=False)
-    assert result.returncode == 0, f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
+    assert result.returncode == 0, (
+        f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
+    )
     return result.stdout + result.stderr
 
 
@@ -127,11 +139,22 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
+    items.sort(
+        key=lambda item: next(
+            (i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)
+        )
+    )
 
 
 # In process, as arguments of Args: runs that take a second.
-SIZES = {"num_envs": 8, "num_steps": 8, "minibatch_size": 32, "hidden_size": 16, "compile": False, "num_workers": 0}
+SIZES = {
+    "num_envs": 8,
+    "num_steps": 8,
+    "minibatch_size": 32,
+    "hidden_size": 16,
+    "compile": False,
+    "num_workers": 0,
+}
 
 
 @pytest.fixture
@@ -139,10 +162,18 @@ def losses_of(monkeypatch, tmp_path):
     """What twelve iterations of two updates each log as losses, with or without something in the place of Recorded."""
     import ppo_lstm_puffer as ppo
 
-    def run(recorded=None, device="cpu:0", **arguments):  # by this name train() does not know a CPU, and records
+    def run(
+        recorded=None, device="cpu:0", **arguments
+    ):  # by this name train() does not know a CPU, and records
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        sizes = SIZES | {"total_timesteps": 12 * 64, "log_interval": 1, "output_dir": str(folder)} | arguments
-        args = ppo.Args(**{"precision": "float32"} | sizes, device=device, cuda_graphs=recorded is not None)
+        sizes = (
+            SIZES
+            | {"total_timesteps": 12 * 64, "log_interval": 1, "output_dir": str(folder)}
+            | arguments
+        )
+        args = ppo.Args(
+            **{"precision": "float32"} | sizes, device=device, cuda_graphs=recorded is not None
+        )
         if recorded:
             monkeypatch.setattr(ppo, "Recorded", recorded)
         for name in ppo.COMPILED:  # which compiling replaces

@@ -29,7 +29,10 @@ class CueRecall(Episode):
 
     def __init__(self, cues: int = 4, delay: int = 4):
         self.cues, self.delay = cues, delay
-        self.observation_space, self.action_space = Box(0, 1, (cues + 1,), np.float32), Discrete(cues)
+        self.observation_space, self.action_space = (
+            Box(0, 1, (cues + 1,), np.float32),
+            Discrete(cues),
+        )
 
     def begin(self):
         self.cue = int(self.np_random.integers(self.cues))
@@ -53,7 +56,10 @@ class Continuous(Episode):
 
     def __init__(self, length: int = 4):
         self.length = length
-        self.observation_space, self.action_space = Box(-1, 1, (2,), np.float32), Box(-1, 1, (2,), np.float32)
+        self.observation_space, self.action_space = (
+            Box(-1, 1, (2,), np.float32),
+            Box(-1, 1, (2,), np.float32),
+        )
 
     def observe(self):
         self.target = self.np_random.uniform(-0.8, 0.8, 2).astype(np.float32)
@@ -82,7 +88,11 @@ class DictObs(Episode):
     def observe(self):
         self.colour = int(self.np_random.integers(3))
         pixels = self.np_random.integers(256, size=5).astype(np.uint8)
-        return {"colour": self.colour, "pixels": pixels, "position": self.np_random.normal(size=2).astype(np.float32)}
+        return {
+            "colour": self.colour,
+            "pixels": pixels,
+            "position": self.np_random.normal(size=2).astype(np.float32),
+        }
 
     def step(self, action):
         reward = float(action == self.colour)
@@ -95,11 +105,16 @@ class TwoDials(Episode):
 
     def __init__(self, length: int = 4):
         self.length = length
-        self.observation_space, self.action_space = Box(0, 1, (5,), np.float32), MultiDiscrete([3, 2])
+        self.observation_space, self.action_space = (
+            Box(0, 1, (5,), np.float32),
+            MultiDiscrete([3, 2]),
+        )
 
     def observe(self):
         self.shown = self.np_random.integers([3, 2])
-        return np.concatenate((np.eye(3)[self.shown[0]], np.eye(2)[self.shown[1]])).astype(np.float32)
+        return np.concatenate((np.eye(3)[self.shown[0]], np.eye(2)[self.shown[1]])).astype(
+            np.float32
+        )
 
     def step(self, action):
         reward = float((np.asarray(action) == self.shown).mean())
@@ -136,7 +151,13 @@ class Truncating(Episode):
     def step(self, action):
         self.t += 1
         over = self.t == self.length
-        return np.full(1, self.t, np.float32), 1.0, over and self.terminate, over and not self.terminate, {}
+        return (
+            np.full(1, self.t, np.float32),
+            1.0,
+            over and self.terminate,
+            over and not self.terminate,
+            {},
+        )
 
 
 class NaNReward(Episode):
@@ -208,6 +229,16 @@ class HiddenStart(Episode):
         return self.observe(), reward, self.t == self.length, False, {}
 
 
-for environment in (CueRecall, Continuous, DictObs, TwoDials, Image, Truncating, NaNReward, FarReward, HiddenStart):
+for environment in (
+    CueRecall,
+    Continuous,
+    DictObs,
+    TwoDials,
+    Image,
+    Truncating,
+    NaNReward,
+    FarReward,
+    HiddenStart,
+):
     gym.register(f"{environment.__name__}-v0", entry_point=environment)
 gym.register("ShownStart-v0", entry_point=HiddenStart, kwargs={"shown": True})

@@ -28,10 +28,26 @@ IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._
 class Fork:
     """What the tests use of subprocess.Popen."""
 
-    def __init__(self, command: list[str], cwd, env: dict[str, str], start_new_session=False, stdout=None, stderr=None):
+    def __init__(
+        self,
+        command: list[str],
+        cwd,
+        env: dict[str, str],
+        start_new_session=False,
+        stdout=None,
+        stderr=None,
+    ):
         self.args, self.returncode = command, None
-        self.stdout, self.stderr = stdout or tempfile.TemporaryFile("w+"), stderr or tempfile.TemporaryFile("w+")  # noqa: SIM115
-        request = {"words": command[1:], "cwd": os.path.abspath(cwd), "env": env, "session": start_new_session}
+        self.stdout, self.stderr = (
+            stdout or tempfile.TemporaryFile("w+"),
+            stderr or tempfile.TemporaryFile("w+"),
+        )  # noqa: SIM115
+        request = {
+            "words": command[1:],
+            "cwd": os.path.abspath(cwd),
+            "env": env,
+            "session": start_new_session,
+        }
         self.pid = ask(request, self.stdout, self.stderr)
 
     def poll(self) -> int | None:
@@ -107,7 +123,12 @@ def serve(channel: socket.socket) -> dict:
 
 def run(words: list, *others, original=subprocess.run, **options):
     """subprocess.run in a fork, where it starts Python to wait for it: the report of a sweep."""
-    if words[0] != sys.executable or others or options.get("check") or set(options) - {"stdout", "check"}:
+    if (
+        words[0] != sys.executable
+        or others
+        or options.get("check")
+        or set(options) - {"stdout", "check"}
+    ):
         return original(words, *others, **options)
     pid = os.fork()
     if pid:
@@ -121,7 +142,16 @@ def run(words: list, *others, original=subprocess.run, **options):
 class Child(Fork):
     """A fork of this process, for benchmark/run.py, which starts one cell after another."""
 
-    def __init__(self, words: list[str], cwd, env: dict[str, str], stdout, stderr, stdin, start_new_session: bool):
+    def __init__(
+        self,
+        words: list[str],
+        cwd,
+        env: dict[str, str],
+        stdout,
+        stderr,
+        stdin,
+        start_new_session: bool,
+    ):
         self.args, self.returncode, self.pid = words, None, os.fork()
         if not self.pid:
             try:
@@ -139,12 +169,18 @@ class Child(Fork):
 
 
 def popen(words: list, *others, original=subprocess.Popen, **options):
-    return original(words, *others, **options) if words[0] != sys.executable else Child(words, **options)
+    return (
+        original(words, *others, **options)
+        if words[0] != sys.executable
+        else Child(words, **options)
+    )
 
 
 def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
     """Does in this process what `python *words` would do, but for taking the interpreter down, which takes a second."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: tests that are interrupted leave nothing behind
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG: tests that are interrupted leave nothing behind
     if session:
         os.setsid()
     os.chdir(cwd)

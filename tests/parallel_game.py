@@ -29,7 +29,8 @@ class ParallelGame(ParallelEnv):
     def observe(self):
         self.bits = {agent: int(self.rng.integers(2)) for agent in self.agents}
         return {
-            agent: np.array([self.bits[agent], self.possible_agents.index(agent)], np.float32) for agent in self.agents
+            agent: np.array([self.bits[agent], self.possible_agents.index(agent)], np.float32)
+            for agent in self.agents
         }
 
     def reset(self, seed=None, options=None):
@@ -42,8 +43,12 @@ class ParallelGame(ParallelEnv):
     def step(self, actions):
         self.t += 1
         rewards = {agent: float(actions[agent] == self.bits[agent]) for agent in self.agents}
-        terminations = {agent: self.t == self.lengths[agent] < self.longest for agent in self.agents}
-        truncations = {agent: self.t == self.lengths[agent] == self.longest for agent in self.agents}
+        terminations = {
+            agent: self.t == self.lengths[agent] < self.longest for agent in self.agents
+        }
+        truncations = {
+            agent: self.t == self.lengths[agent] == self.longest for agent in self.agents
+        }
         infos = {agent: {} for agent in self.agents}
         observations = self.observe()  # of agents that end here, too: their last
         self.agents = [agent for agent in self.agents if self.t < self.lengths[agent]]

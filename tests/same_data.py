@@ -46,12 +46,18 @@ class SameEnvs:
 
     def receive(self):
         numbers = share(np.random.default_rng(self.time).random((num_envs, 9), np.float32))
-        rewards = (self.actions == (3 * numbers[:, 6]).astype(int)) * share(np.linspace(0.1, 1, num_envs))
+        rewards = (self.actions == (3 * numbers[:, 6]).astype(int)) * share(
+            np.linspace(0.1, 1, num_envs)
+        )
         dones, valid = numbers[:, 7] < 0.1, numbers[:, 8] < 0.9
         if self.time == 0:
             dones[:] = True
         self.time += 1
-        return slice(0, self.num_agents), numbers[:, :6], *(x.astype(np.float32) for x in (rewards, dones, valid))
+        return (
+            slice(0, self.num_agents),
+            numbers[:, :6],
+            *(x.astype(np.float32) for x in (rewards, dones, valid)),
+        )
 
     def send(self, actions):
         self.actions = actions[:, 0]
@@ -67,7 +73,9 @@ generator = torch.Generator().manual_seed(0)
 
 
 def same_noise(self, steps, agents, **_):
-    noise = torch.empty(agents * WORLD_SIZE, steps, self.num_logits).exponential_(generator=generator)
+    noise = torch.empty(agents * WORLD_SIZE, steps, self.num_logits).exponential_(
+        generator=generator
+    )
     return share(noise).transpose(0, 1)
 
 
@@ -77,7 +85,9 @@ def sample_halves(advantages, _, k, alpha, beta, sample=script.sample_segments):
     for half in range(2):
         uniform = torch.rand(n + 1, generator=generator)
         if WORLD_SIZE == 1:
-            index, weights = sample(advantages[:, half * n : (half + 1) * n], uniform, k // 2, alpha, beta)
+            index, weights = sample(
+                advantages[:, half * n : (half + 1) * n], uniform, k // 2, alpha, beta
+            )
             draws.append((index + half * n, weights))
         elif half == RANK:
             draws.append(sample(advantages, uniform, k, alpha, beta))

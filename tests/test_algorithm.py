@@ -41,18 +41,34 @@ def actor_of(agent) -> nn.Linear:
 
 
 @functools.cache
-def roll_out(env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int = 2, **arguments) -> SimpleNamespace:
+def roll_out(
+    env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int = 2, **arguments
+) -> SimpleNamespace:
     """Some segments rolled out as train() does, with one policy. Lists have one entry per segment."""
-    env = {name: arguments.pop(name) for name in list(arguments) if name in ("frameskip", "continuous", "terminate")}
+    env = {
+        name: arguments.pop(name)
+        for name in list(arguments)
+        if name in ("frameskip", "continuous", "terminate")
+    }
     args = ppo.Args(
-        env_id=env_id, num_envs=num_envs, num_steps=num_steps, hidden_size=16, precision="float32", env=env, **arguments
+        env_id=env_id,
+        num_envs=num_envs,
+        num_steps=num_steps,
+        hidden_size=16,
+        precision="float32",
+        env=env,
+        **arguments,
     )
     ppo.seed_everything(args.seed)
     envs = ppo.make_envs(args, args.seed)
     T, N = num_steps, envs.num_agents
-    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision)
+    agent = ppo.Agent(
+        envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision
+    )
     ppo.layer_init(actor_of(agent), 1.0)
-    observations = torch.zeros((T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype)
+    observations = torch.zeros(
+        (T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype
+    )
     dones, valid = torch.ones((2, T + 1, N)).unbind()
     actions = torch.zeros((T, N, envs.num_actions), dtype=agent.action_dtype)
     logprobs, values, rewards = torch.zeros((3, T, N)).unbind()
@@ -60,7 +76,10 @@ def roll_out(env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int 
 
     def receive(t):
         agents, observation, reward, done, counts = envs.receive()
-        observations[t, agents], dones[t, agents] = torch.as_tensor(observation), torch.as_tensor(done)
+        observations[t, agents], dones[t, agents] = (
+            torch.as_tensor(observation),
+            torch.as_tensor(done),
+        )
         valid[t, agents] = torch.as_tensor(counts)
         if t > 0:
             rewards[t - 1, agents] = torch.as_tensor(reward)
@@ -91,7 +110,13 @@ def roll_out(env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int 
                     for agents in groups:
                         if t > 0:
                             receive(t)
-                        actions[t, agents], logprobs[t, agents], values[t, agents], h[agents], c[agents] = ppo.act(
+                        (
+                            actions[t, agents],
+                            logprobs[t, agents],
+                            values[t, agents],
+                            h[agents],
+                            c[agents],
+                        ) = ppo.act(
                             agent,
                             observations[t, agents],
                             dones[t, agents],
@@ -104,7 +129,9 @@ def roll_out(env_id: str, num_steps: int = 16, num_envs: int = 4, segments: int 
                         envs.send(actions[t, agents].numpy())
                 for _ in groups:
                     receive(T)
-                next_value = ppo.act(agent, observations[T], dones[T], h, c, weight, bias, noise[0])[2]
+                next_value = ppo.act(
+                    agent, observations[T], dones[T], h, c, weight, bias, noise[0]
+                )[2]
             for name in names:
                 stored[name].append(locals()[name].clone())
             observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
@@ -132,7 +159,10 @@ def recompute(data: SimpleNamespace, segment: int, reset: bool = True, carry: bo
 
 
 CASES = {
-    "Discrete": ("breakout", {"frameskip": 40}),  # a random player loses its five balls within some twenty steps
+    "Discrete": (
+        "breakout",
+        {"frameskip": 40},
+    ),  # a random player loses its five balls within some twenty steps
     "native Box": ("cartpole", {"continuous": True}),
     "Box": ("Continuous-v0", {}),
     "MultiDiscrete": ("TwoDials-v0", {}),
@@ -192,7 +222,9 @@ CARTPOLE = [
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"num_workers": 2}, {"num_workers": 4}], ids=["serial", "two workers", "four workers"]
+    "arguments",
+    [{}, {"num_workers": 2}, {"num_workers": 4}],
+    ids=["serial", "two workers", "four workers"],
 )
 def test_every_agent_gets_its_own_action_and_its_own_reward(arguments):
     data = roll_out("Continuous-v0", **arguments)
@@ -238,7 +270,9 @@ def recurrence(T=9, N=5, H=8):
     for parameter in agent.lstm.parameters():
         nn.init.normal_(parameter, std=0.5)
     cell = nn.LSTMCell(H, H)
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in agent.lstm.state_dict().items()})
+    cell.load_state_dict(
+        {name.removesuffix("_l0"): value for name, value in agent.lstm.state_dict().items()}
+    )
     x, h, c = torch.randn(T, N, H), torch.randn(N, H), torch.randn(N, H)
     dones = (torch.rand(T, N) < 0.3).float()
     dones[0, 0] = dones[-1, 1] = 1
@@ -297,7 +331,10 @@ def test_lstm_in_bfloat16_is_close_to_float32():
         hidden.float().pow(2).sum().backward()
         outputs.append(hidden.float())
         gradients.append(
-            torch.cat([p.grad.flatten() for p in agent.lstm.parameters()] + [inputs.grad.float().flatten()])
+            torch.cat(
+                [p.grad.flatten() for p in agent.lstm.parameters()]
+                + [inputs.grad.float().flatten()]
+            )
         )
     torch.testing.assert_close(outputs[1], outputs[0], atol=0.03, rtol=0)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.999
@@ -311,14 +348,23 @@ def trajectory(T=12, N=6, seed=1):
     """Random values (T + 1, N), rewards, episode ends and ratios."""
     rng = np.random.default_rng(seed)
     values, rewards = rng.normal(size=(T + 1, N)), rng.normal(size=(T, N))
-    dones, ratio = (rng.random((T + 1, N)) < 0.2).astype(float), np.exp(rng.normal(scale=0.5, size=(T, N)))
+    dones, ratio = (
+        (rng.random((T + 1, N)) < 0.2).astype(float),
+        np.exp(rng.normal(scale=0.5, size=(T, N))),
+    )
     return values, rewards, dones, ratio
 
 
-def advantages_of(values, rewards, dones, ratio, gamma, gae_lambda, rho_clip=1.0, c_clip=1.0, valid=None) -> np.ndarray:
-    values, rewards, dones, ratio = (torch.tensor(x, dtype=torch.float32) for x in (values, rewards, dones, ratio))
+def advantages_of(
+    values, rewards, dones, ratio, gamma, gae_lambda, rho_clip=1.0, c_clip=1.0, valid=None
+) -> np.ndarray:
+    values, rewards, dones, ratio = (
+        torch.tensor(x, dtype=torch.float32) for x in (values, rewards, dones, ratio)
+    )
     valid = torch.ones_like(rewards) if valid is None else torch.tensor(valid, dtype=torch.float32)
-    return ppo.compute_advantages(values, rewards, dones, valid, ratio, gamma, gae_lambda, rho_clip, c_clip).numpy()
+    return ppo.compute_advantages(
+        values, rewards, dones, valid, ratio, gamma, gae_lambda, rho_clip, c_clip
+    ).numpy()
 
 
 @pytest.mark.parametrize(("rho_clip", "c_clip"), [(1.0, 1.0), (1.3, 0.8), (0.7, 1.5), (1e9, 1e9)])
@@ -335,7 +381,9 @@ def test_advantages_equal_the_definition_evaluated_in_float64(gae_lambda, rho_cl
         return delta + gamma * gae_lambda * c * (1 - d[t + 1, i]) * advantage(t + 1, i)
 
     expected = [[advantage(t, i) for i in range(r.shape[1])] for t in range(len(r))]
-    np.testing.assert_allclose(advantages_of(v, r, d, ratio, gamma, gae_lambda, rho_clip, c_clip), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        advantages_of(v, r, d, ratio, gamma, gae_lambda, rho_clip, c_clip), expected, atol=1e-5
+    )
 
 
 def test_with_ratio_one_advantages_are_the_lambda_weighted_mean_of_n_step_advantages():
@@ -356,9 +404,13 @@ def test_with_ratio_one_advantages_are_the_lambda_weighted_mean_of_n_step_advant
                 - v[t, i]
                 for n in steps
             ]
-            weights = [(1 - gae_lambda) * gae_lambda ** (n - 1) for n in steps[:-1]] + [gae_lambda ** (len(steps) - 1)]
+            weights = [(1 - gae_lambda) * gae_lambda ** (n - 1) for n in steps[:-1]] + [
+                gae_lambda ** (len(steps) - 1)
+            ]
             expected[t, i] = np.dot(weights, n_step)
-    np.testing.assert_allclose(advantages_of(v, r, d, np.ones_like(r), gamma, gae_lambda), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        advantages_of(v, r, d, np.ones_like(r), gamma, gae_lambda), expected, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("rho_clip", "c_clip"), [(1.0, 1.0), (1.5, 0.9)])
@@ -378,11 +430,15 @@ def test_with_lambda_one_advantages_plus_values_are_vtrace_targets(rho_clip, c_c
                 * (r[t, i] + discount[t, i] * v[t + 1, i] - v[t, i])
                 for t in range(s, T)
             )
-    np.testing.assert_allclose(advantages_of(v, r, d, ratio, 0.97, 1.0, rho_clip, c_clip) + v[:-1], targets, atol=1e-5)
+    np.testing.assert_allclose(
+        advantages_of(v, r, d, ratio, 0.97, 1.0, rho_clip, c_clip) + v[:-1], targets, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("gae_lambda", [0.9, 1.0])
-def test_advantages_equal_those_of_pufferlibs_compiled_kernel_where_it_defines_them(gae_lambda, tmp_path):
+def test_advantages_equal_those_of_pufferlibs_compiled_kernel_where_it_defines_them(
+    gae_lambda, tmp_path
+):
     """PufferLib's C function, cut out of its installed source and compiled: its torch extension is not built here.
 
     Its rewards are those that came with the observation (ours, shifted by one), and it has no advantage for the last step of a
@@ -391,7 +447,10 @@ def test_advantages_equal_those_of_pufferlibs_compiled_kernel_where_it_defines_t
     source = pathlib.Path(pufferlib.__file__).parent / "extensions" / "pufferlib.cpp"
     function = re.search(r"void puff_advantage_row\(.*?\n}\n", source.read_text(), re.DOTALL)[0]
     (tmp_path / "kernel.c").write_text(f"#include <math.h>\n{function}")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "kernel.so", tmp_path / "kernel.c", "-lm"], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", tmp_path / "kernel.so", tmp_path / "kernel.c", "-lm"],
+        check=True,
+    )
     kernel = ctypes.CDLL(str(tmp_path / "kernel.so")).puff_advantage_row
     array, number = np.ctypeslib.ndpointer(np.float32), ctypes.c_float
     kernel.argtypes, kernel.restype = [array] * 5 + [number] * 4 + [ctypes.c_int], None
@@ -400,12 +459,18 @@ def test_advantages_equal_those_of_pufferlibs_compiled_kernel_where_it_defines_t
     T, N = r.shape
     expected = np.zeros((T, N))
     for i in range(N):
-        rewards, ratios, advantages = np.append(7, r[:, i]), np.append(ratio[:, i], 7), np.zeros(T + 1, np.float32)
+        rewards, ratios, advantages = (
+            np.append(7, r[:, i]),
+            np.append(ratio[:, i], 7),
+            np.zeros(T + 1, np.float32),
+        )
         columns = [x.astype(np.float32) for x in (v[:, i], rewards, d[:, i], ratios)]
         kernel(*columns, advantages, 0.97, gae_lambda, 1.2, 0.9, T + 1)
         assert advantages[T] == 0
         expected[:, i] = advantages[:T]
-    np.testing.assert_allclose(advantages_of(v, r, d, ratio, 0.97, gae_lambda, 1.2, 0.9), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        advantages_of(v, r, d, ratio, 0.97, gae_lambda, 1.2, 0.9), expected, atol=1e-5
+    )
 
 
 # I4: where values bootstrap -----------------------------------------------------------------------------------------------
@@ -423,7 +488,10 @@ def test_a_value_bootstraps_across_the_end_of_a_segment():
 
 
 def test_a_value_does_not_bootstrap_through_a_termination():
-    assert one_agent(values=[2, 4, 8], rewards=[1, 1], dones=[0, 0, 1], valid=[1, 1]) == [1 + 0.25 * -3 + 0, -3]
+    assert one_agent(values=[2, 4, 8], rewards=[1, 1], dones=[0, 0, 1], valid=[1, 1]) == [
+        1 + 0.25 * -3 + 0,
+        -3,
+    ]
     assert one_agent(values=[2, 4, 8], rewards=[1, 1], dones=[0, 1, 0], valid=[1, 1]) == [-1, 1]
 
 
@@ -431,17 +499,25 @@ def test_a_truncated_episode_bootstraps_from_its_last_observation_and_no_further
     # Step 1 saw the last observation (value 4), its action was ignored (valid 0); step 2 is a new episode (dones 1).
     for reward_of_the_ignored_action, value_of_the_next_episode in ((0, 8), (100, -100)):
         values, rewards = [2, 4, value_of_the_next_episode, 0], [1, reward_of_the_ignored_action, 0]
-        assert one_agent(values, rewards, dones=[0, 0, 1, 0], valid=[1, 0, 1])[:2] == [1 + 0.5 * 4 - 2, 0]
+        assert one_agent(values, rewards, dones=[0, 0, 1, 0], valid=[1, 0, 1])[:2] == [
+            1 + 0.5 * 4 - 2,
+            0,
+        ]
 
 
 def test_an_ignored_step_has_no_advantage_whatever_follows():
-    assert one_agent(values=[2, 4, 8, 0], rewards=[1, 5, 9], dones=[0, 0, 0, 0], valid=[1, 0, 1]) == [1, 0, 1]
+    assert one_agent(
+        values=[2, 4, 8, 0], rewards=[1, 5, 9], dones=[0, 0, 0, 0], valid=[1, 0, 1]
+    ) == [1, 0, 1]
 
 
 def test_one_step_advantages_do_not_depend_on_where_segments_are_cut():
     v, r, d, ratio = trajectory(T=12)
     whole = advantages_of(v, r, d, ratio, 0.97, 0.0)
-    halves = [advantages_of(v[a : b + 1], r[a:b], d[a : b + 1], ratio[a:b], 0.97, 0.0) for a, b in ((0, 6), (6, 12))]
+    halves = [
+        advantages_of(v[a : b + 1], r[a:b], d[a : b + 1], ratio[a:b], 0.97, 0.0)
+        for a, b in ((0, 6), (6, 12))
+    ]
     np.testing.assert_array_equal(whole, np.concatenate(halves))
 
 
@@ -453,9 +529,13 @@ def test_the_value_after_a_segment_is_the_first_value_of_the_next(case):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_step_after_a_truncation_is_not_valid_and_the_one_after_that_begins_an_episode(num_workers):
+def test_the_step_after_a_truncation_is_not_valid_and_the_one_after_that_begins_an_episode(
+    num_workers,
+):
     data = roll_out("Truncating-v0", num_steps=8, segments=1, num_workers=num_workers)
-    for i in range(data.N):  # episodes of three steps: observations 0 1 2, then the last, 3, on which no action counts
+    for i in range(
+        data.N
+    ):  # episodes of three steps: observations 0 1 2, then the last, 3, on which no action counts
         assert data.observations[0][:, i, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
         assert data.dones[0][:, i].tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 1]
         assert data.valid[0][:, i].tolist() == [1, 1, 1, 0, 1, 1, 1, 0, 1]
@@ -497,7 +577,9 @@ def test_an_agent_that_is_gone_is_not_valid_until_its_next_episode_begins():
         for begin, end in itertools.pairwise(begins):
             flags = valid[begin:end, i].tolist()
             length = int(sum(flags))
-            assert flags == [1.0] * length + [0.0] * (end - begin - length), "valid steps, then none"
+            assert flags == [1.0] * length + [0.0] * (end - begin - length), (
+                "valid steps, then none"
+            )
             assert 2 <= length <= 6
             assert not dones[begin + 1 : begin + length, i].any()
             assert dones[begin + length, i] == (length < 6), (
@@ -526,13 +608,23 @@ def training(tmp_path_factory):
     )  # fmt: skip
     records, original = (
         [],
-        {name: getattr(ppo, name) for name in ("compute_advantages", "minibatch_loss", "lstm_forward", "ppo_loss")},
+        {
+            name: getattr(ppo, name)
+            for name in ("compute_advantages", "minibatch_loss", "lstm_forward", "ppo_loss")
+        },
     )
 
     def compute_advantages(values, *rest):
         *rows, last = values.clone()
         records.append(
-            SimpleNamespace(values=torch.stack(rows), next_value=last, observations=[], dones=[], h=[], chunks=[])
+            SimpleNamespace(
+                values=torch.stack(rows),
+                next_value=last,
+                observations=[],
+                dones=[],
+                h=[],
+                chunks=[],
+            )
         )
         return original["compute_advantages"](values, *rest)
 
@@ -559,7 +651,13 @@ def training(tmp_path_factory):
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for listener in (compute_advantages, sample_segments, minibatch_loss, lstm_forward, ppo_loss):
+            for listener in (
+                compute_advantages,
+                sample_segments,
+                minibatch_loss,
+                lstm_forward,
+                ppo_loss,
+            ):
                 patch.setattr(ppo, listener.__name__, listener)
             assert ppo.train(args) == 0
     finally:
@@ -567,8 +665,14 @@ def training(tmp_path_factory):
             signal.signal(signum, handler)
     for record in records:
         assert len(record.chunks) == 2
-        record.observations, record.dones = torch.cat(record.observations, 1), torch.cat(record.dones, 1)
-        (record.weight, record.logratio), record.h = torch.cat(record.chunks, 2), torch.cat(record.h)
+        record.observations, record.dones = (
+            torch.cat(record.observations, 1),
+            torch.cat(record.dones, 1),
+        )
+        (record.weight, record.logratio), record.h = (
+            torch.cat(record.chunks, 2),
+            torch.cat(record.h),
+        )
     assert len(records) == 5
     return records
 
@@ -598,7 +702,9 @@ def test_training_bootstraps_from_the_first_value_of_the_next_segment(training):
 
 # I5: prioritized segments -------------------------------------------------------------------------------------------------
 
-ADVANTAGES = torch.tensor([[0.1, -1.0, 2.0, 0.0, -0.5, 3.0], [-0.1, 1.0, 0.5, 0.4, 0.0, -0.5]])  # (T, N) = (2, 6)
+ADVANTAGES = torch.tensor(
+    [[0.1, -1.0, 2.0, 0.0, -0.5, 3.0], [-0.1, 1.0, 0.5, 0.4, 0.0, -0.5]]
+)  # (T, N) = (2, 6)
 SUMS = np.array([0.2, 2.0, 2.5, 0.4, 0.5, 3.5])
 
 
@@ -606,7 +712,9 @@ def sample(advantages, k: int, alpha: float, beta: float, draws: int = 1):
     """Indices and weights (draws, k) of independent draws."""
     torch.manual_seed(1)
     uniform = torch.rand(draws, advantages.shape[1] + 1)
-    return torch.vmap(lambda one: ppo.sample_segments(advantages, one, k, alpha, torch.tensor(beta)))(uniform)
+    return torch.vmap(
+        lambda one: ppo.sample_segments(advantages, one, k, alpha, torch.tensor(beta))
+    )(uniform)
 
 
 def none_twice(draws) -> bool:
@@ -629,7 +737,9 @@ def test_segments_are_drawn_with_their_probabilities_and_none_twice(alpha, k):
     assert none_twice(draws)
     expected = inclusion_probabilities(SUMS**alpha, k)
     frequencies = draws.flatten().bincount(minlength=6).numpy() / 4000
-    assert (np.abs(frequencies - expected) <= 4 * (expected * (1 - expected) / 4000) ** 0.5 + 1e-9).all()
+    assert (
+        np.abs(frequencies - expected) <= 4 * (expected * (1 - expected) / 4000) ** 0.5 + 1e-9
+    ).all()
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 5, 6])
@@ -675,7 +785,9 @@ def test_segments_without_any_advantage_are_sampled_uniformly():
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_minibatch(whole_batch_run, tmp_path):
-    result = run_script(*CARTPOLE, "--max-minibatch-size", 64, "--total-timesteps", 2048, cwd=tmp_path)
+    result = run_script(
+        *CARTPOLE, "--max-minibatch-size", 64, "--total-timesteps", 2048, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     split_run = newest_run(tmp_path)
     whole, split = read_metrics(whole_batch_run)[0], read_metrics(split_run)[0]
@@ -684,9 +796,12 @@ def test_accumulated_gradients_equal_those_of_the_whole_minibatch(whole_batch_ru
     for name in losses:
         assert split[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
     models = [
-        torch.load(run / "model_CartPole-v1_000001.pt", weights_only=True) for run in (whole_batch_run, split_run)
+        torch.load(run / "model_CartPole-v1_000001.pt", weights_only=True)
+        for run in (whole_batch_run, split_run)
     ]
-    torch.testing.assert_close(models[1], models[0], atol=2e-5, rtol=0)  # of steps of 0.01: Muon magnifies roundings
+    torch.testing.assert_close(
+        models[1], models[0], atol=2e-5, rtol=0
+    )  # of steps of 0.01: Muon magnifies roundings
 
 
 # Muon ---------------------------------------------------------------------------------------------------------------------
@@ -715,7 +830,9 @@ def test_newton_schulz_in_float32_is_the_plain_iteration(shape):
     for _ in range(5):
         gram = expected @ expected.T
         expected = 3.4445 * expected + (-4.7750 * gram + 2.0315 * gram @ gram) @ expected
-    torch.testing.assert_close(ppo.newton_schulz(matrix[None], torch.float32)[0], expected.float(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        ppo.newton_schulz(matrix[None], torch.float32)[0], expected.float(), atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 8)])
@@ -732,7 +849,9 @@ def test_muon_steps_as_torchs_own_does(shape):
         theirs.grad = ours.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(ours, theirs, atol=0.005, rtol=0)  # bfloat16 rounding: 0.4 % of three steps of 0.1
+    torch.testing.assert_close(
+        ours, theirs, atol=0.005, rtol=0
+    )  # bfloat16 rounding: 0.4 % of three steps of 0.1
     assert (ours - start).abs().max() > 0.02
 
 
@@ -757,7 +876,15 @@ def test_learning_rate_falls_exponentially_to_a_64th(whole_batch_run):
 
 
 def loss_of(
-    *, ratio=1.0, advantage=0.0, value_change=0.0, value_error=0.0, hidden=None, agent=None, weight=None, **arguments
+    *,
+    ratio=1.0,
+    advantage=0.0,
+    value_change=0.0,
+    value_error=0.0,
+    hidden=None,
+    agent=None,
+    weight=None,
+    **arguments,
 ):
     """One minibatch (T, B) = (2, 3) in which every step has this ratio, advantage, value - old value, return - value."""
     agent = agent or make_agent()
@@ -782,7 +909,14 @@ def loss_of(
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clipped"),
-    [(1.5, 1.0, True), (1.5, -1.0, False), (0.5, -1.0, True), (0.5, 1.0, False), (1.1, 1.0, False), (0.9, -1.0, False)],
+    [
+        (1.5, 1.0, True),
+        (1.5, -1.0, False),
+        (0.5, -1.0, True),
+        (0.5, 1.0, False),
+        (1.1, 1.0, False),
+        (0.9, -1.0, False),
+    ],
 )
 def test_the_surrogate_is_clipped_only_where_the_ratio_already_moved_the_way_of_the_advantage(
     ratio, advantage, clipped
@@ -798,7 +932,8 @@ def test_descent_makes_an_action_likelier_if_and_only_if_its_advantage_is_positi
     result = loss_of(advantage=advantage)
     moved = result.hidden - 0.1 * result.grad
     before, after = (
-        result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[0] for h in (result.hidden, moved)
+        result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[0]
+        for h in (result.hidden, moved)
     )
     assert ((after - before) * advantage > 0).all()
 
@@ -807,7 +942,8 @@ def test_descent_raises_the_entropy():
     result = loss_of(ent_coef=1.0)
     moved = result.hidden - 0.1 * result.grad
     before, after = (
-        result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[1] for h in (result.hidden, moved)
+        result.agent.evaluate_actions(result.agent.heads(h)[0], result.actions)[1]
+        for h in (result.hidden, moved)
     )
     assert (after > before).all()
     assert result.loss == pytest.approx(-before.mean().item(), rel=1e-5)
@@ -815,18 +951,26 @@ def test_descent_raises_the_entropy():
 
 @pytest.mark.parametrize(
     ("change", "error", "clipped"),
-    [(0.5, 0.5, True), (0.5, -0.5, False), (-0.5, -0.5, True), (-0.5, 0.5, False), (0.1, 0.5, False)],
+    [
+        (0.5, 0.5, True),
+        (0.5, -0.5, False),
+        (-0.5, -0.5, True),
+        (-0.5, 0.5, False),
+        (0.1, 0.5, False),
+    ],
 )
-def test_the_value_loss_is_clipped_where_the_value_already_moved_towards_the_return(change, error, clipped):
+def test_the_value_loss_is_clipped_where_the_value_already_moved_towards_the_return(
+    change, error, clipped
+):
     result = loss_of(value_change=change, value_error=error, vf_coef=2.0, vf_clip_coef=0.2)
     assert bool((result.grad == 0).all()) == clipped
     distance = (
         error + change - np.clip(change, -0.2, 0.2) if clipped else error
     )  # from the clipped value, the farther one
     assert result.loss == pytest.approx(2.0 * 0.5 * distance**2, rel=1e-4)
-    assert loss_of(value_change=change, value_error=error, vf_coef=2.0, vf_clip_coef=np.inf).loss == pytest.approx(
-        error**2, rel=1e-4
-    )
+    assert loss_of(
+        value_change=change, value_error=error, vf_coef=2.0, vf_clip_coef=np.inf
+    ).loss == pytest.approx(error**2, rel=1e-4)
 
 
 def test_descent_moves_values_towards_returns():
@@ -858,9 +1002,15 @@ def test_a_step_without_weight_changes_neither_loss_nor_gradient():
     agent, hidden, weight = make_agent(), torch.randn(2, 3, 8), torch.full((2, 3), 0.2)
     weight[1, 2] = 0
     results = []
-    for other_action, other_logprob, other_advantage, other_return in ((0, -0.1, 0.0, 0.0), (2, -3.0, 50.0, -9.0)):
+    for other_action, other_logprob, other_advantage, other_return in (
+        (0, -0.1, 0.0, 0.0),
+        (2, -3.0, 50.0, -9.0),
+    ):
         agent.zero_grad()
-        actions, logprobs, advantages, returns = torch.ones(2, 3, 1, dtype=torch.int64), *torch.full((3, 2, 3), -1.0)
+        actions, logprobs, advantages, returns = (
+            torch.ones(2, 3, 1, dtype=torch.int64),
+            *torch.full((3, 2, 3), -1.0),
+        )
         actions[1, 2], logprobs[1, 2], advantages[1, 2], returns[1, 2] = (
             other_action,
             other_logprob,
@@ -890,9 +1040,13 @@ def test_normalized_advantages_have_mean_zero_and_variance_one_over_the_steps_th
         torch.tensor([[1.0, 2.0, 300.0], [3.0, 6.0, -50.0]]),
         torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1.0]]),
     )
-    args = ppo.Args(gamma=0.0, prio_alpha=0.0, minibatch_size=6, num_steps=2)  # advantages are rewards, all are drawn
+    args = ppo.Args(
+        gamma=0.0, prio_alpha=0.0, minibatch_size=6, num_steps=2
+    )  # advantages are rewards, all are drawn
     zeros, beta = torch.zeros(3, 3), torch.tensor(1.0)
-    drawn = ppo.draw_minibatch(zeros, rewards, zeros, valid, torch.ones(2, 3), torch.rand(4), beta, args)
+    drawn = ppo.draw_minibatch(
+        zeros, rewards, zeros, valid, torch.ones(2, 3), torch.rand(4), beta, args
+    )
     segments, advantages, returns, values, weight, everything = drawn
     order = segments.argsort()
     expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / 3.5**0.5
@@ -920,10 +1074,17 @@ def test_actions_are_sampled_with_the_probabilities_of_the_logits():
 
 def test_log_probability_and_entropy_of_several_choices_are_sums_over_categoricals():
     agent = make_agent(gym.spaces.MultiDiscrete([3, 2, 4]))
-    logits, actions = torch.randn(7, 5, 9), torch.stack([torch.randint(n, (7, 5)) for n in (3, 2, 4)], -1)
-    parts = [torch.distributions.Categorical(logits=part) for part in logits.split((3, 2, 4), dim=-1)]
+    logits, actions = (
+        torch.randn(7, 5, 9),
+        torch.stack([torch.randint(n, (7, 5)) for n in (3, 2, 4)], -1),
+    )
+    parts = [
+        torch.distributions.Categorical(logits=part) for part in logits.split((3, 2, 4), dim=-1)
+    ]
     logprobs, entropy = agent.evaluate_actions(logits, actions)
-    torch.testing.assert_close(logprobs, sum(part.log_prob(actions[..., i]) for i, part in enumerate(parts)))
+    torch.testing.assert_close(
+        logprobs, sum(part.log_prob(actions[..., i]) for i, part in enumerate(parts))
+    )
     torch.testing.assert_close(entropy, sum(part.entropy() for part in parts))
 
 
@@ -931,24 +1092,30 @@ def test_continuous_actions_are_gaussian_with_the_learned_deviation():
     agent = make_agent(gym.spaces.Box(-1, 1, (2,), np.float32))
     agent.policy.decoder_logstd.data = torch.tensor([[0.5, -1.0]])
     with torch.no_grad():
-        actions, logprobs = agent.sample(torch.tensor([3.0, -2.0]).expand(20000, 2), agent.sampling_noise(20000))
+        actions, logprobs = agent.sample(
+            torch.tensor([3.0, -2.0]).expand(20000, 2), agent.sampling_noise(20000)
+        )
     normal = torch.distributions.Normal(torch.tensor([3.0, -2.0]), torch.tensor([0.5, -1.0]).exp())
     torch.testing.assert_close(actions.mean(0), normal.mean, atol=0.05, rtol=0)
     torch.testing.assert_close(actions.std(0), normal.stddev, atol=0, rtol=0.03)
     torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))
     torch.testing.assert_close(
-        agent.evaluate_actions(torch.zeros(1, 2), torch.zeros(1, 2))[1], normal.entropy().sum()[None]
+        agent.evaluate_actions(torch.zeros(1, 2), torch.zeros(1, 2))[1],
+        normal.entropy().sum()[None],
     )
 
 
 def test_deterministic_actions_are_the_most_likely():
-    agent, box = make_agent(gym.spaces.MultiDiscrete([3, 2])), make_agent(gym.spaces.Box(-1, 1, (2,), np.float32))
-    assert agent.sample(torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5]), agent.sampling_noise(deterministic=True))[
+    agent, box = (
+        make_agent(gym.spaces.MultiDiscrete([3, 2])),
+        make_agent(gym.spaces.Box(-1, 1, (2,), np.float32)),
+    )
+    assert agent.sample(
+        torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5]), agent.sampling_noise(deterministic=True)
+    )[0].tolist() == [1, 0]
+    assert box.sample(torch.tensor([[0.3, -7.0]]), box.sampling_noise(1, deterministic=True))[
         0
-    ].tolist() == [1, 0]
-    assert box.sample(torch.tensor([[0.3, -7.0]]), box.sampling_noise(1, deterministic=True))[0].tolist() == [
-        [pytest.approx(0.3), -7]
-    ]
+    ].tolist() == [[pytest.approx(0.3), -7]]
 
 
 # Weights in PufferLib's format --------------------------------------------------------------------------------------------
@@ -962,14 +1129,19 @@ SPACES = {
 
 def pufferlibs_network(observation_space, action_space):
     env = SimpleNamespace(
-        single_observation_space=observation_space, single_action_space=action_space, observation_space=None
+        single_observation_space=observation_space,
+        single_action_space=action_space,
+        observation_space=None,
     )
     return pufferlib.models.LSTMWrapper(env, pufferlib.models.Default(env, 128), 128, 128)
 
 
 @pytest.mark.parametrize("kind", SPACES)
 def test_weights_load_strictly_into_pufferlibs_network_and_its_load_into_ours(kind):
-    agent, network = make_agent(SPACES[kind], hidden_size=128), pufferlibs_network(BOX, SPACES[kind])
+    agent, network = (
+        make_agent(SPACES[kind], hidden_size=128),
+        pufferlibs_network(BOX, SPACES[kind]),
+    )
     for parameter in agent.parameters():
         nn.init.normal_(parameter)
     network.load_state_dict(agent.state_dict(), strict=True)
@@ -980,7 +1152,10 @@ def test_weights_load_strictly_into_pufferlibs_network_and_its_load_into_ours(ki
 
 @pytest.mark.parametrize("kind", SPACES)
 def test_flat_weights_have_pufferlibs_parameter_order(kind):
-    agent, network = make_agent(SPACES[kind], hidden_size=128), pufferlibs_network(BOX, SPACES[kind])
+    agent, network = (
+        make_agent(SPACES[kind], hidden_size=128),
+        pufferlibs_network(BOX, SPACES[kind]),
+    )
     for parameter in network.parameters():
         nn.init.normal_(parameter)
     flat = torch.cat(
@@ -996,7 +1171,9 @@ def test_pufferlibs_network_gives_the_same_logits_and_values_on_breakout():
     torch.manual_seed(1)
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, 128)
     ppo.layer_init(actor_of(agent), 1.0)
-    network = pufferlib.models.LSTMWrapper(envs.vecenv, pufferlib.models.Default(envs.vecenv, 128), 128, 128)
+    network = pufferlib.models.LSTMWrapper(
+        envs.vecenv, pufferlib.models.Default(envs.vecenv, 128), 128, 128
+    )
     envs.close()
     network.load_state_dict(agent.state_dict(), strict=True)
     observations = data.observations[0][:3]
@@ -1004,7 +1181,9 @@ def test_pufferlibs_network_gives_the_same_logits_and_values_on_breakout():
     with torch.no_grad():
         start = torch.zeros(2, data.N, 128)
         logits, values = agent.heads(
-            ppo.LSTM.apply(agent.encode(observations), *start, torch.zeros(3, data.N), *agent.lstm_weights())
+            ppo.LSTM.apply(
+                agent.encode(observations), *start, torch.zeros(3, data.N), *agent.lstm_weights()
+            )
         )
         for t in range(3):
             expected_logits, expected_values = network.forward_eval(observations[t], state)

@@ -39,7 +39,11 @@ def call(*arguments) -> int:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(sys, "argv", ["ppo_lstm_puffer.py", *SMALL, *map(str, arguments)])
-        patch.setattr(warnings, "showwarning", lambda message, *_: print(f"UserWarning: {message}", file=sys.stderr))
+        patch.setattr(
+            warnings,
+            "showwarning",
+            lambda message, *_: print(f"UserWarning: {message}", file=sys.stderr),
+        )
         warnings.simplefilter("always", UserWarning)
         try:
             return ppo.main()
@@ -53,7 +57,9 @@ def call(*arguments) -> int:
 def the_line(code: int, stderr: str) -> str:
     """stderr if it is one error line and the exit code says usage."""
     assert code == 2, stderr
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and stderr.endswith("\n"), (
+        stderr
+    )
     assert stderr[:-1].isprintable(), "escape sequences"
     return stderr
 
@@ -72,7 +78,10 @@ def the_line(code: int, stderr: str) -> str:
         ("--env-id tactical", "--env-id tactical"),  # PufferLib's release of it does not import
         ("--num-steps 16 --minibatch-size 100", "--minibatch-size 100 --num-steps 16"),
         ("--num-envs 16 --num-steps 16 --minibatch-size 512", "--minibatch-size 512 16"),
-        ("--minibatch-size 128 --max-minibatch-size 48", "--max-minibatch-size 48 --minibatch-size"),
+        (
+            "--minibatch-size 128 --max-minibatch-size 48",
+            "--max-minibatch-size 48 --minibatch-size",
+        ),
         ("--num-envs 0", "--num-envs 0"),
         ("--gamma 1.5", "--gamma 1.5 1"),
         ("--learning-rate nan", "--learning-rate nan"),
@@ -158,7 +167,15 @@ def absent(path):
     pass
 
 
-FOREIGN = [absent, empty, random_bytes, other_tensors, list_of_numbers, hostile_pickle, hostile_torch_file]
+FOREIGN = [
+    absent,
+    empty,
+    random_bytes,
+    other_tensors,
+    list_of_numbers,
+    hostile_pickle,
+    hostile_torch_file,
+]
 
 
 @pytest.mark.parametrize("write", FOREIGN)
@@ -180,8 +197,12 @@ def test_foreign_trainer_state_is_refused(tmp_path, monkeypatch, capfd, path, wr
     code = call("--resume", path)
     *warnings, line = capfd.readouterr().err.splitlines()
     assert f"--resume {path}" in the_line(code, f"{line}\n")
-    ours = [warning for warning in warnings if "UserWarning" not in warning]  # torch has something to say of pickles
-    assert all(warning.startswith("warning: ") and "trainer_000001.pt" in warning for warning in ours)
+    ours = [
+        warning for warning in warnings if "UserWarning" not in warning
+    ]  # torch has something to say of pickles
+    assert all(
+        warning.startswith("warning: ") and "trainer_000001.pt" in warning for warning in ours
+    )
     assert not (tmp_path / "touched").exists()
 
 
@@ -194,12 +215,21 @@ def test_run_of_an_older_version_is_told_what_it_can_do(refused, tmp_path):
 def test_weights_of_another_hidden_size(refused, run):
     model = next(run.glob("model_*.pt"))
     line = refused("--load-weights", model, "--hidden-size", "64")
-    assert "--load-weights" in line and "--hidden-size" in line and "[64, 118]" in line and "[32, 118]" in line
+    assert (
+        "--load-weights" in line
+        and "--hidden-size" in line
+        and "[64, 118]" in line
+        and "[32, 118]" in line
+    )
 
 
 @pytest.mark.parametrize(
     "changed, named",
-    [("--hidden-size 64", "--hidden-size"), ("--env-id pong", "--env-id"), ("--optimizer adam", "--optimizer")],
+    [
+        ("--hidden-size 64", "--hidden-size"),
+        ("--env-id pong", "--env-id"),
+        ("--optimizer adam", "--optimizer"),
+    ],
 )
 def test_resuming_with_what_the_checkpoint_does_not_fit(refused, run, changed, named):
     line = refused("--resume", run, "--total-timesteps", "512", *changed.split())
@@ -240,8 +270,15 @@ def test_numbers_of_a_configuration_may_be_written_as_people_write_them(tmp_path
     (tmp_path / "given.yaml").write_text(
         "learning_rate: 1e-3\ntotal-timesteps: 20_000\nenv: {frameskip: 2}\ntime_limit: null"
     )
-    args, _ = ppo.parse_args(["--config", str(tmp_path / "given.yaml"), "--env.num_balls", "3", "--num_envs=64"])
-    assert (args.learning_rate, args.total_timesteps, args.time_limit, args.num_envs) == (1e-3, 20_000, None, 64)
+    args, _ = ppo.parse_args(
+        ["--config", str(tmp_path / "given.yaml"), "--env.num_balls", "3", "--num_envs=64"]
+    )
+    assert (args.learning_rate, args.total_timesteps, args.time_limit, args.num_envs) == (
+        1e-3,
+        20_000,
+        None,
+        64,
+    )
     assert args.env == {"frameskip": 2, "num_balls": 3}
 
 
@@ -269,7 +306,9 @@ def test_process_refuses_a_pickle_that_would_run_code(tmp_path):
     hostile_pickle(tmp_path / "given.pt")
     result = run_script("--load-weights", "given.pt", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("error: --load-weights given.pt")  # after a warning of torch's
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: --load-weights given.pt"
+    )  # after a warning of torch's
     assert not (tmp_path / "touched").exists()
 
 

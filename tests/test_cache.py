@@ -25,14 +25,26 @@ sys.exit(code)
 def compiled_run(factor: float, folder, **variables) -> tuple[dict, float]:
     """The cache's counters, and the gradient's norm at the end of a small compiled run with its compile cache in folder."""
     (folder / "run.py").write_text(RUN.replace("FACTOR", str(factor)))
-    arguments = ["--num-steps", "2", "--minibatch-size", "16", "--total-timesteps", "64", "--compile"]
+    arguments = [
+        "--num-steps",
+        "2",
+        "--minibatch-size",
+        "16",
+        "--total-timesteps",
+        "64",
+        "--compile",
+    ]
     where = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")} | variables
     result = run_script(*arguments, cwd=folder, script=folder / "run.py", env=where, timeout=1200)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1]), read_metrics(newest_run(folder))[-1]["losses/grad_norm"]
+    return json.loads(result.stdout.splitlines()[-1]), read_metrics(newest_run(folder))[-1][
+        "losses/grad_norm"
+    ]
 
 
-def test_second_start_finds_every_function_but_none_of_another_gradient_or_another_kind_of_cpu(tmp_path):
+def test_second_start_finds_every_function_but_none_of_another_gradient_or_another_kind_of_cpu(
+    tmp_path,
+):
     first, norm = compiled_run(1, tmp_path)
     assert first["autograd_cache_miss"] == first["total"] >= 3
     second, same = compiled_run(1, tmp_path)
@@ -42,6 +54,8 @@ def test_second_start_finds_every_function_but_none_of_another_gradient_or_anoth
     assert changed["autograd_cache_miss"] == 1
     assert other != pytest.approx(norm, rel=1e-3)
 
-    narrow, close = compiled_run(1, tmp_path, ATEN_CPU_CAPABILITY="default")  # as on a CPU that has no vectors
+    narrow, close = compiled_run(
+        1, tmp_path, ATEN_CPU_CAPABILITY="default"
+    )  # as on a CPU that has no vectors
     assert narrow["autograd_cache_miss"] == narrow["total"] == first["total"]
     assert close == pytest.approx(norm, rel=1e-2)

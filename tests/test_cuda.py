@@ -31,13 +31,20 @@ class Unsynchronized(ppo.Recorded):
     {"env_id": "CartPole-v1", "num_workers": 2}, {"precision": "bfloat16"},
 ], ids=str)  # fmt: skip
 def test_cuda_graphs_train_as_the_functions_do(losses_of, arguments):
-    eager, recorded = losses_of(device="cuda", **arguments), losses_of(ppo.Recorded, device="cuda", **arguments)
-    assert [row.get("episodic_return") for row in recorded] == [row.get("episodic_return") for row in eager]
+    eager, recorded = (
+        losses_of(device="cuda", **arguments),
+        losses_of(ppo.Recorded, device="cuda", **arguments),
+    )
+    assert [row.get("episodic_return") for row in recorded] == [
+        row.get("episodic_return") for row in eager
+    ]
     for expected, row in zip(eager, recorded, strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"compile": True}, {"optimizer": "adam"}, {"env_id": "drone"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"compile": True}, {"optimizer": "adam"}, {"env_id": "drone"}], ids=str
+)
 def test_update_and_policy_step_never_wait_for_the_gpu(losses_of, arguments):
     assert len(losses_of(Unsynchronized, device="cuda", **arguments)) == 12
 
@@ -47,7 +54,12 @@ def test_first_update_is_that_of_the_cpu():
     args = ppo.Args(num_steps=8, minibatch_size=128, precision="float32")
     torch.manual_seed(1)
     T, N, space = 8, 16, gym.spaces.Box(-1, 1, (6,), np.float32)
-    batch = torch.randn(T, N, 6), torch.randn(N, 128), torch.randn(N, 128), (torch.rand(T, N) < 0.2).float()
+    batch = (
+        torch.randn(T, N, 6),
+        torch.randn(N, 128),
+        torch.randn(N, 128),
+        (torch.rand(T, N) < 0.2).float(),
+    )
     batch = *batch, torch.randint(3, (T, N, 1)), torch.full((T, N), -1.1), torch.randperm(N)
     drawn = *torch.randn(3, T, N), torch.full((T, N), 1 / (T * N))
     after = []
@@ -59,12 +71,20 @@ def test_first_update_is_that_of_the_cpu():
         gradients = [parameter.grad.cpu() for parameter in agent.parameters()]
         for optimizer in ppo.make_optimizers(agent, args):
             optimizer.step()
-        after.append([loss.detach().cpu(), *gradients, *(parameter.detach().cpu() for parameter in agent.parameters())])
+        after.append(
+            [
+                loss.detach().cpu(),
+                *gradients,
+                *(parameter.detach().cpu() for parameter in agent.parameters()),
+            ]
+        )
     torch.testing.assert_close(*after, atol=1e-4, rtol=1e-3)
 
 
 def test_ratio_is_about_one_in_bfloat16(losses_of):
-    for row in losses_of(ppo.Recorded, device="cuda", precision="bfloat16", minibatch_size=64, hidden_size=128):
+    for row in losses_of(
+        ppo.Recorded, device="cuda", precision="bfloat16", minibatch_size=64, hidden_size=128
+    ):
         assert abs(row["losses/importance"] - 1) < 0.01 and row["losses/clipfrac"] < 0.01
 
 
@@ -80,5 +100,7 @@ def test_two_ranks_train_under_nccl(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU here: two ranks need two")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    result = run_script("--device", "cuda", cwd=tmp_path, launcher=torchrun, script=ROOT / "ppo_lstm_puffer_ddp.py")
+    result = run_script(
+        "--device", "cuda", cwd=tmp_path, launcher=torchrun, script=ROOT / "ppo_lstm_puffer_ddp.py"
+    )
     assert result.returncode == 0, result.stderr

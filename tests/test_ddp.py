@@ -18,7 +18,17 @@ import psutil
 import pytest
 import test_runs
 import torch
-from conftest import PYTHON, ROOT, SCRIPT, end_of, environment, newest_run, read_metrics, run_script, start_script
+from conftest import (
+    PYTHON,
+    ROOT,
+    SCRIPT,
+    end_of,
+    environment,
+    newest_run,
+    read_metrics,
+    run_script,
+    start_script,
+)
 from forks import Fork
 from test_learning import CARTPOLE, final
 from test_runs import LONG, alive, checkpoint, equal, exit_reason, without_clock
@@ -31,21 +41,40 @@ SAME_DATA = ROOT / "tests" / "same_data.py"
 
 
 def torchrun(*options) -> list[str]:
-    return [*PYTHON, "-m", "torch.distributed.run", *(options or ("--standalone", "--nproc-per-node=2"))]
+    return [
+        *PYTHON,
+        "-m",
+        "torch.distributed.run",
+        *(options or ("--standalone", "--nproc-per-node=2")),
+    ]
 
 
 def start_ranks(
-    *arguments, cwd, job: str | None = None, restarts: int = 0, variables=None, script=DDP, **options
+    *arguments,
+    cwd,
+    job: str | None = None,
+    restarts: int = 0,
+    variables=None,
+    script=DDP,
+    **options,
 ) -> list[Fork]:
     """Two ranks of a job of that name, as torchrun starts them: the store where they meet is not one of theirs."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = environment() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    shared = environment() | {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+    }
     shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": str(restarts)} | (
-        variables or {}
-    )
+    shared |= {
+        "TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+    } | (variables or {})
     each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = [start_script(*arguments, cwd=cwd, script=script, env=variables, **options) for variables in each]
+    ranks = [
+        start_script(*arguments, cwd=cwd, script=script, env=variables, **options)
+        for variables in each
+    ]
     ranks[0].store = store  # for as long as they are there
     return ranks
 
@@ -58,7 +87,9 @@ def finish(ranks: list[Fork], timeout: float = 300) -> subprocess.CompletedProce
         for rank in ranks:
             rank.kill()
     stdout, stderr = map("".join, zip(*outputs))
-    return subprocess.CompletedProcess(ranks[0].args, max(abs(rank.returncode) for rank in ranks), stdout, stderr)
+    return subprocess.CompletedProcess(
+        ranks[0].args, max(abs(rank.returncode) for rank in ranks), stdout, stderr
+    )
 
 
 RESTARTS = torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=2")
@@ -136,7 +167,11 @@ def test_ranks_keep_the_same_parameters_to_the_bit(same_data):
 
 def test_max_minibatch_size_is_of_one_rank(same_data):
     # 128 steps are two chunks of 64 for one process, and one for each of two ranks.
-    assert [rank["chunks"] / rank["updates"] for rank in same_data["one"] + same_data["two"]] == [2, 1, 1]
+    assert [rank["chunks"] / rank["updates"] for rank in same_data["one"] + same_data["two"]] == [
+        2,
+        1,
+        1,
+    ]
 
 
 def shares_of_a_minibatch(beta: float, k: int, norm_adv: bool, valid_share: float = 0.9):
@@ -147,12 +182,22 @@ def shares_of_a_minibatch(beta: float, k: int, norm_adv: bool, valid_share: floa
     args = ddp.Args(norm_adv=norm_adv, num_steps=T, minibatch_size=ddp.WORLD_SIZE * k * T)
     batches = []
     for scale in (0.3, 3.0):
-        values, rewards, ratio = torch.randn(T + 1, n), scale * torch.randn(T, n), torch.rand(T, n) + 0.5
-        dones, valid = (torch.rand(T + 1, n) < 0.2).float(), (torch.rand(T + 1, n) < valid_share).float()
+        values, rewards, ratio = (
+            torch.randn(T + 1, n),
+            scale * torch.randn(T, n),
+            torch.rand(T, n) + 0.5,
+        )
+        dones, valid = (
+            (torch.rand(T + 1, n) < 0.2).float(),
+            (torch.rand(T + 1, n) < valid_share).float(),
+        )
         batches.append((values, rewards, dones, valid, ratio))
 
     def draw():
-        drawn = [ddp.draw_minibatch(*batch, torch.rand(n + 1), torch.tensor(beta), args) for batch in batches]
+        drawn = [
+            ddp.draw_minibatch(*batch, torch.rand(n + 1), torch.tensor(beta), args)
+            for batch in batches
+        ]
         summaries = torch.stack([summary for *_, summary, _ in drawn])
         shares = [ddp.weigh_minibatch(*parts, summaries, args) for *parts, _, _ in drawn]
         return shares, torch.cat([advantages for *_, advantages in drawn], 1)
@@ -190,7 +235,9 @@ def test_two_ranks_learn(tmp_path):
 
 def clockless(run: pathlib.Path) -> list[dict]:
     rows = [row for row in without_clock(run) if "exit_reason" not in row]
-    return [{key: value for key, value in row.items() if not key.startswith("ranks/")} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("ranks/")} for row in rows
+    ]
 
 
 def test_same_seed_gives_the_same_metrics_to_the_bit(finished, tmp_path):
@@ -202,13 +249,20 @@ def test_rank_0_alone_writes_and_the_metrics_name_the_slowest(finished):
     assert [path.name for path in finished.parent.iterdir()] == [finished.name]
     assert end_of(finished)["step"] == read_metrics(finished)[-1]["step"] == 2048
     row = read_metrics(finished)[-1]
-    assert row["ranks/slowest"] in (0, 1) and 0 < row["ranks/slowest_share"] < 1.1 and row["time/reduce"] > 0
+    assert (
+        row["ranks/slowest"] in (0, 1)
+        and 0 < row["ranks/slowest_share"] < 1.1
+        and row["time/reduce"] > 0
+    )
 
 
 def test_episodes_of_all_ranks_are_counted(tmp_path):
     # cartpole's episodes are 200 steps at most: of 16 environments stepped 320 times each, every one ends, on either rank.
     arguments = ["--env-id", "cartpole", "--total-timesteps", "5120", "--log-interval", "1000"]
-    two, one = (read_metrics(succeed(*arguments, cwd=tmp_path, runner=x))[-1] for x in (run_ranks, run_script))
+    two, one = (
+        read_metrics(succeed(*arguments, cwd=tmp_path, runner=x))[-1]
+        for x in (run_ranks, run_script)
+    )
     assert two["episodes"] == pytest.approx(one["episodes"], rel=0.3)
 
 
@@ -217,7 +271,9 @@ def test_script_without_torchrun_is_one_process(tmp_path):
     expected = read_metrics(test_runs.succeed("--total-timesteps", "256", cwd=tmp_path))[0]
     # The same seed, network and data; only the normalization is summed in another order.
     for key in ("policy_loss", "value_loss", "entropy", "grad_norm", "explained_variance"):
-        assert read_metrics(run)[0][f"losses/{key}"] == pytest.approx(expected[f"losses/{key}"], rel=1e-3, abs=1e-6)
+        assert read_metrics(run)[0][f"losses/{key}"] == pytest.approx(
+            expected[f"losses/{key}"], rel=1e-3, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +290,9 @@ def test_wrong_argument_is_one_line_and_said_once(tmp_path, arguments):
         result = run_ranks(*arguments, cwd=tmp_path, restarts=restarts)
         lines = errors(result.stderr)
         assert result.returncode == 2 and "Traceback" not in result.stderr
-        assert len(lines) == (restarts == 0) and all(" ".join(arguments) in line for line in lines), result.stderr
+        assert len(lines) == (restarts == 0) and all(
+            " ".join(arguments) in line for line in lines
+        ), result.stderr
 
 
 # Resuming.
@@ -261,7 +319,9 @@ def test_runs_of_this_script_and_of_the_reference_resume_in_each_other(finished,
 
 def named(finished: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """A copy of the finished run as that of torchrun's job "again"."""
-    return pathlib.Path(shutil.copytree(finished, folder / "runs" / "breakout__ppo_lstm_puffer_ddp__1__again"))
+    return pathlib.Path(
+        shutil.copytree(finished, folder / "runs" / "breakout__ppo_lstm_puffer_ddp__1__again")
+    )
 
 
 def test_job_that_is_given_again_goes_on(finished, tmp_path):
@@ -279,7 +339,9 @@ def test_job_whose_checkpoints_are_damaged_never_starts_from_zero(finished, tmp_
     for restarts in range(2):
         result = run_ranks(*MORE, cwd=tmp_path, job="again", restarts=restarts)
         assert result.returncode == 2 and "no whole trainer_*.pt" in result.stderr
-    assert list(tmp_path.glob("runs/*")) == [copy] and (copy / "metrics.jsonl").read_text() == before
+    assert (
+        list(tmp_path.glob("runs/*")) == [copy] and (copy / "metrics.jsonl").read_text() == before
+    )
 
 
 # Lost ranks.
@@ -304,9 +366,16 @@ def start(tmp_path):
     """Starts torchrun in tmp_path with its output in a file there; kills what is left at the end."""
     started = []
 
-    def start_job(*arguments, launcher, output="output", script=DDP, small=True, **variables) -> subprocess.Popen:
+    def start_job(
+        *arguments, launcher, output="output", script=DDP, small=True, **variables
+    ) -> subprocess.Popen:
         with open(tmp_path / output, "w") as file:
-            options = {"stdout": file, "stderr": file, "start_new_session": True, "env": environment() | variables}
+            options = {
+                "stdout": file,
+                "stderr": file,
+                "start_new_session": True,
+                "env": environment() | variables,
+            }
             options |= {"cwd": tmp_path, "script": script, "launcher": launcher, "small": small}
             started.append(start_script(*arguments, **options))
         return started[-1]
@@ -322,7 +391,9 @@ def first_checkpoint(folder: pathlib.Path, *jobs: subprocess.Popen) -> pathlib.P
     deadline = time.monotonic() + 90
     while not (states := list(folder.glob("runs/*/trainer_*.pt"))):
         outputs = [path.read_text() for path in folder.iterdir() if path.is_file()]
-        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), "\n".join(outputs)
+        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), "\n".join(
+            outputs
+        )
         time.sleep(0.01)
     return states[0].parent
 
@@ -352,7 +423,11 @@ def test_rank_that_hangs_is_noticed(tmp_path):
     _, stderr = first.communicate(120)
     second.kill()
     (line,) = errors(stderr)
-    assert first.returncode == 1 and "rank 0 lost another" in line and "rank 0 lost another" in exit_reason(run)
+    assert (
+        first.returncode == 1
+        and "rank 0 lost another" in line
+        and "rank 0 lost another" in exit_reason(run)
+    )
 
 
 @pytest.mark.parametrize("victim", ["torchrun", "killed torchrun"])
@@ -365,7 +440,9 @@ def test_sigterm_writes_a_checkpoint_and_leaves_no_process(start, tmp_path, vict
         job.kill()
     assert job.wait(90) != 0
     assert not alive(ranks.values(), 30)
-    assert exit_reason(run) == "sigterm" and starts(tmp_path) == 1  # a job that was told to stop stays stopped
+    assert (
+        exit_reason(run) == "sigterm" and starts(tmp_path) == 1
+    )  # a job that was told to stop stays stopped
     assert checkpoint(run)["step"] == read_metrics(run)[-1]["step"] == end_of(run)["step"]
 
 
@@ -385,15 +462,21 @@ def test_diverged_job_ends_on_every_rank(tmp_path):
 
 def test_ranks_that_drifted_apart_end_the_run(tmp_path):
     arguments = ["ppo_lstm_puffer_ddp", tmp_path, *SAME, "--total-timesteps", "7680"]
-    result = run_ranks(*arguments, cwd=tmp_path, script=SAME_DATA, small=False, variables={"DRIFT": "1"})
+    result = run_ranks(
+        *arguments, cwd=tmp_path, script=SAME_DATA, small=False, variables={"DRIFT": "1"}
+    )
     assert "parameters have drifted apart" in result.stderr
-    assert end_of(newest_run(tmp_path))["iteration"] <= 2 and exit_reason(newest_run(tmp_path)).startswith("diverged")
+    assert end_of(newest_run(tmp_path))["iteration"] <= 2 and exit_reason(
+        newest_run(tmp_path)
+    ).startswith("diverged")
 
 
 def test_ranks_of_a_torchrun_that_is_killed_while_they_import_end(start, tmp_path):
     job = start(*LONG, launcher=torchrun())
     deadline = time.monotonic() + 60
-    while not (ranks := ranks_of(job)) or not all("numpy" in str(rank.memory_maps()) for rank in ranks.values()):
+    while not (ranks := ranks_of(job)) or not all(
+        "numpy" in str(rank.memory_maps()) for rank in ranks.values()
+    ):
         assert time.monotonic() < deadline and job.poll() is None
     job.kill()
     assert not alive(ranks.values(), 15)
@@ -420,7 +503,9 @@ def test_job_that_ended_ends_again_and_one_that_was_lost_goes_on(finished, tmp_p
         assert ddp.last_of_job(copy, restarted=True)["step"] == resumed["step"]
         torchrun.kill()
     os.utime(metrics, (1, 1))
-    for file in copy.glob("trainer_*.pt"):  # lost before the first checkpoint: from zero, and so do its metrics
+    for file in copy.glob(
+        "trainer_*.pt"
+    ):  # lost before the first checkpoint: from zero, and so do its metrics
         file.unlink()
     assert ddp.last_of_job(copy, restarted=True) is None and not metrics.exists()
 
@@ -428,9 +513,14 @@ def test_job_that_ended_ends_again_and_one_that_was_lost_goes_on(finished, tmp_p
 def test_jobs_have_a_folder_of_their_own(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a/job")
     assert ddp.job_folder(ddp.Args()).name == "breakout__ppo_lstm_puffer_ddp__1__a-job"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun was given none: on one host, when it started is a name
+    monkeypatch.setenv(
+        "TORCHELASTIC_RUN_ID", "none"
+    )  # torchrun was given none: on one host, when it started is a name
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    assert ddp.job_folder(ddp.Args()) == ddp.job_folder(ddp.Args()) and "none" not in ddp.job_folder(ddp.Args()).name
+    assert (
+        ddp.job_folder(ddp.Args()) == ddp.job_folder(ddp.Args())
+        and "none" not in ddp.job_folder(ddp.Args()).name
+    )
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(ddp.UsageError, match="--rdzv-id"):
         ddp.job_folder(ddp.Args())
@@ -492,7 +582,9 @@ def test_two_hosts_train_together_and_survive_a_killed_rank(two_hosts, start, tm
     assert ranks.keys() == {0, 1}
     ranks[1].kill()
     outputs = [tmp_path / f"host{i}" for i in range(2)]
-    assert [job.wait(300) for job in jobs] == [0, 0], "\n".join(output.read_text() for output in outputs)
+    assert [job.wait(300) for job in jobs] == [0, 0], "\n".join(
+        output.read_text() for output in outputs
+    )
     assert list(tmp_path.glob("runs/*")) == [run] and run.name.endswith("__test")
     assert exit_reason(run) == "completed"
     assert [row["step"] for row in read_metrics(run)] == list(range(256, END + 1, 256))

@@ -126,7 +126,9 @@ def test_environment_trains_in_worker_processes(train, env_id, arguments, agents
     train(env_id, arguments, agents)
 
 
-@pytest.mark.parametrize("space", [Discrete(3, start=-1), MultiDiscrete([3, 2], start=[-1, 5])], ids=["one", "several"])
+@pytest.mark.parametrize(
+    "space", [Discrete(3, start=-1), MultiDiscrete([3, 2], start=[-1, 5])], ids=["one", "several"]
+)
 def test_actions_that_do_not_begin_at_zero_reach_the_environment(space, monkeypatch):
     taken = []
 
@@ -141,7 +143,9 @@ def test_actions_that_do_not_begin_at_zero_reach_the_environment(space, monkeypa
             taken.append(np.ravel(action).tolist())
             return self.observe(), 0.0, False, False, {}
 
-    monkeypatch.setitem(gym.registry, "FromStart-v0", gym.envs.registration.EnvSpec("FromStart-v0", FromStart))
+    monkeypatch.setitem(
+        gym.registry, "FromStart-v0", gym.envs.registration.EnvSpec("FromStart-v0", FromStart)
+    )
     envs = ppo.make_envs(ppo.Args(env_id="FromStart-v0", num_envs=2), seed=1)
     envs.reset(), envs.receive()
     last = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", None))) - 1
@@ -176,7 +180,9 @@ def test_even_workers_are_double_buffered(num_workers, groups):
     ("device", "cores", "ranks", "copies", "workers"),
     [("cuda", 16, 1, 4096, 8), ("cuda", 16, 1, 4200, 14), ("cuda", 16, 2, 4096, 4), ("cuda", 3, 1, 4096, 0), ("cpu", 16, 1, 4096, 0)],
 )  # fmt: skip
-def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(monkeypatch, device, cores, ranks, copies, workers):
+def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(
+    monkeypatch, device, cores, ranks, copies, workers
+):
     made = []
     monkeypatch.setattr(ppo.joblib, "cpu_count", lambda only_physical_cores: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

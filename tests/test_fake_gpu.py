@@ -23,7 +23,11 @@ class OnOneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = operation(*args, **(kwargs or {}))
-        devices = {x.device.type for x in tree_leaves((args, kwargs, results)) if isinstance(x, torch.Tensor)}
+        devices = {
+            x.device.type
+            for x in tree_leaves((args, kwargs, results))
+            if isinstance(x, torch.Tensor)
+        }
         assert "cpu" not in devices, f"{operation}: a tensor of the CPU"
         return results
 
@@ -70,7 +74,10 @@ def on_a_fake_gpu(monkeypatch, tmp_path):
         monkeypatch.setattr(ppo, "Recorded", Once)
         monkeypatch.setattr(ppo, "Agent", agent_on_meta)
         monkeypatch.setattr(ppo, "make_optimizers", optimizers_on_meta)
-        args = ppo.Args(**SIZES | {"precision": "float32", "output_dir": str(tmp_path)} | arguments, device="cpu")
+        args = ppo.Args(
+            **SIZES | {"precision": "float32", "output_dir": str(tmp_path)} | arguments,
+            device="cpu",
+        )
         args.device = "meta"
         with FakeTensorMode():
             ppo.train(args)
@@ -89,7 +96,9 @@ def test_update_and_policy_step_stay_on_the_gpu_and_never_wait_for_it(on_a_fake_
 def broken(monkeypatch, name: str, change):
     """One of the script's functions, and what it returns goes through `change`."""
     original = getattr(ppo, name)
-    monkeypatch.setattr(ppo, name, lambda *arguments, **named: change(original(*arguments, **named)))
+    monkeypatch.setattr(
+        ppo, name, lambda *arguments, **named: change(original(*arguments, **named))
+    )
 
 
 @pytest.mark.parametrize("name, change", [
@@ -141,6 +150,8 @@ def test_a_number_that_changes_from_call_to_call_shows_in_replayed_graphs(losses
     original, losses = ppo.compute_advantages, []
     for recorded in (None, lambda function: function, Replayed):
         calls = itertools.count(1)
-        monkeypatch.setattr(ppo, "compute_advantages", lambda *rest, n=calls: original(*rest) / next(n))
+        monkeypatch.setattr(
+            ppo, "compute_advantages", lambda *rest, n=calls: original(*rest) / next(n)
+        )
         losses.append(losses_of(recorded))
     assert losses[0] == losses[1] != losses[2]

@@ -28,7 +28,9 @@ def records(folder, *words) -> list[dict]:
 
 def test_three_kills_have_no_losses(tmp_path):
     made = records(tmp_path, "kills", "--only", "script", "--count", "3")
-    assert [record["n"] for record in made] == [0, 1, 2] and not any(record["losses"] for record in made)
+    assert [record["n"] for record in made] == [0, 1, 2] and not any(
+        record["losses"] for record in made
+    )
     assert {record["code"] for record in made} <= {-9, 143, 130, -15, -2}
     assert made[-1]["step"] > 0, "the second got to a checkpoint"
 
@@ -53,10 +55,20 @@ def test_an_interrupted_start_ends_at_once_and_the_next_one_trains(tmp_path, mon
     "said, code, pythons, losses",
     [
         ("ended while starting: nothing is lost", 130, False, []),
-        ("stopping: finishing this step, writing a checkpoint\nsigint: 512 steps in 1 s; out/x", 130, False, []),
+        (
+            "stopping: finishing this step, writing a checkpoint\nsigint: 512 steps in 1 s; out/x",
+            130,
+            False,
+            [],
+        ),
         ("", 130, False, ["0 lines about Ctrl-C"]),
         ("", -2, False, ["exit code -2, not 130", "0 lines about Ctrl-C"]),
-        ("stopping: x\nTraceback (most recent call last):\nKeyboardInterrupt", 130, False, ["a traceback"]),
+        (
+            "stopping: x\nTraceback (most recent call last):\nKeyboardInterrupt",
+            130,
+            False,
+            ["a traceback"],
+        ),
         ("ended while starting\nended while starting", 130, False, ["2 lines about Ctrl-C"]),
         ("Traceback (most recent call last):\nKeyboardInterrupt", 1, True, []),
     ],
@@ -67,7 +79,9 @@ def test_ctrl_c_while_starting_is_one_line(tmp_path, said, code, pythons, losses
     start.mark, start.output = "nothing has this mark", start.work / "output"
     start.output.write_text(f"{said}\n")
     end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-    start.process = subprocess.Popen([sys.executable, "-c", f"import signal; signal.signal(2, signal.SIG_DFL); {end}"])
+    start.process = subprocess.Popen(
+        [sys.executable, "-c", f"import signal; signal.signal(2, signal.SIG_DFL); {end}"]
+    )
     assert start.settle({130, 1, -2} if pythons else {130})["losses"] == losses
 
 
@@ -80,12 +94,15 @@ def run(tmp_path):
 
 
 def test_a_run_that_goes_on_elsewhere_is_a_loss(run):
-    run.output.write_text("run: out/x\nstep=4096 time=1\nstep=5120 time=2\n")  # one iteration left out
+    run.output.write_text(
+        "run: out/x\nstep=4096 time=1\nstep=5120 time=2\n"
+    )  # one iteration left out
     assert any("went on at step 4096" in loss for loss in run.check())
 
 
 @pytest.mark.parametrize(
-    "steps, ended, losses", [((1024, 2048, 3072), True, 0), ((1024, 3072), True, 1), ((1024, 2048, 3072), False, 0)]
+    "steps, ended, losses",
+    [((1024, 2048, 3072), True, 0), ((1024, 3072), True, 1), ((1024, 2048, 3072), False, 0)],
 )
 def test_a_line_that_is_missing_is_a_loss(run, steps, ended, losses):
     run.step, folder = 0, run.work / "out/x"
@@ -108,8 +125,15 @@ def test_what_a_malformed_input_may_not_do(tmp_path):
 
     (tmp_path / "model.pt").write_bytes(b"weights")
     assert judged() is judged(1, "Traceback") is judged(-15, told=30.0) is None
-    assert judged(2) == "exit code 2 without a word" and judged(-11) == "ended by SIGSEGV" and judged("hang") == "hangs"
-    assert judged(left=["x"]) == "left running: ['x']" and judged(1, "x", before=b"others") == "lost: model.pt"
+    assert (
+        judged(2) == "exit code 2 without a word"
+        and judged(-11) == "ended by SIGSEGV"
+        and judged("hang") == "hangs"
+    )
+    assert (
+        judged(left=["x"]) == "left running: ['x']"
+        and judged(1, "x", before=b"others") == "lost: model.pt"
+    )
     (tmp_path / malformed.EXECUTED).touch()
     assert judged() == "code was executed"
 
@@ -119,7 +143,9 @@ def test_a_lost_checkpoint_is_a_loss(run):
     assert run.check() == ["no checkpoint"]
 
 
-@pytest.mark.parametrize("said, losses", [("Fatal Python error: init_import_site", 0), ("error: something", 1)])
+@pytest.mark.parametrize(
+    "said, losses", [("Fatal Python error: init_import_site", 0), ("error: something", 1)]
+)
 def test_ctrl_c_while_the_interpreter_starts_is_answered_by_python(run, said, losses):
     run.step, run.mark = 0, "nothing has this mark"
     run.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
@@ -134,8 +160,14 @@ def test_stacks_say_what_a_process_was_doing():
     assert faults.phase_of([{"name": "step", "filename": "adam.py", "line": 1}, frame]) == "update"
     saving = {"name": "Run.save_checkpoint", "filename": "ppo_lstm_puffer.py", "line": 1}
     assert faults.phase_of([saving, frame]) == "checkpoint"
-    assert faults.phase_of([{"name": "Sweep.run", "filename": "protein_sweep.py", "line": 1}]) == "watch"
-    assert faults.phase_of([{"name": "<module>", "filename": "torch/__init__.py", "line": 1}]) == "start"
+    assert (
+        faults.phase_of([{"name": "Sweep.run", "filename": "protein_sweep.py", "line": 1}])
+        == "watch"
+    )
+    assert (
+        faults.phase_of([{"name": "<module>", "filename": "torch/__init__.py", "line": 1}])
+        == "start"
+    )
 
 
 def test_numbers_of_the_soak_are_slopes():

@@ -42,7 +42,10 @@ def test_cartpole_is_solved(tmp_path):
     # As Gym has always said it: a mean of 195, of 200 steps at most, over a hundred episodes in a row. A log line has two hundred.
     result = run_script(*CARTPOLE, cwd=tmp_path, small=False)
     assert result.returncode == 0, result.stderr
-    assert max(row["env/score"] for row in read_metrics(newest_run(tmp_path)) if "env/score" in row) >= 195
+    assert (
+        max(row["env/score"] for row in read_metrics(newest_run(tmp_path)) if "env/score" in row)
+        >= 195
+    )
 
 
 def test_cue_recall_is_solved_with_memory(tmp_path):
@@ -55,7 +58,9 @@ def test_cue_recall_is_solved_with_memory(tmp_path):
 def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_path, monkeypatch):
     forward = ppo.lstm_forward
     monkeypatch.setattr(
-        ppo, "lstm_forward", lambda x, h, c, dones, weight, bias: forward(x, h, c, torch.ones_like(dones), weight, bias)
+        ppo,
+        "lstm_forward",
+        lambda x, h, c, dones, weight, bias: forward(x, h, c, torch.ones_like(dones), weight, bias),
     )
     monkeypatch.chdir(tmp_path)
     args, _ = ppo.parse_args(CUE_RECALL)
@@ -88,7 +93,9 @@ def test_a_reward_128_steps_later_is_credited_with_segments_of_64(tmp_path):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_breakout_learns_to_keep_the_ball_in_either_precision(tmp_path, precision):
     if precision == "bfloat16" and not ppo.fast_bfloat16("cpu"):
-        pytest.skip("this CPU has no fast bfloat16: a product takes fifty times as long as in float32")
+        pytest.skip(
+            "this CPU has no fast bfloat16: a product takes fifty times as long as in float32"
+        )
     # A random policy scores below 1.
     result = run_script(
         "--env-id", "breakout", "--num-envs", "256", "--minibatch-size", "2048", "--total-timesteps", "500000", "--precision", precision,

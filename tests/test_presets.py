@@ -20,9 +20,16 @@ def test_there_are_presets():
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_preset_fits_its_environment(path):
     args, _ = ppo.parse_args(["--config", str(path)])
-    assert path.stem in (args.env_id.rpartition(":")[2], "popgym", "control", "cuda")  # for many tasks; for GPUs
+    assert path.stem in (
+        args.env_id.rpartition(":")[2],
+        "popgym",
+        "control",
+        "cuda",
+    )  # for many tasks; for GPUs
     assert path.read_text().startswith("# "), "where its numbers come from"
-    changed = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "env_id"}
+    changed = {
+        key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "env_id"
+    }
     assert all(value != getattr(ppo.Args(), key) for key, value in changed.items())
     envs = ppo.make_envs(args, 1)
     try:

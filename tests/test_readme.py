@@ -30,7 +30,9 @@ import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_ddp as ddp
 import protein_sweep
 
-PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
 README = "\n".join(PAGES.values())
 SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_lstm_puffer*.py"))
 STANDS_FOR = {
@@ -58,7 +60,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalW
 
 def code_blocks(text: str) -> list[str]:
     """Of no language: commands, or what a run prints."""
-    return [block for _, word, block in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.M | re.S) if not word]
+    return [
+        block
+        for _, word, block in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.M | re.S)
+        if not word
+    ]
 
 
 def code_spans(text: str) -> list[str]:
@@ -104,8 +110,12 @@ def clone(finished, tmp_path, monkeypatch):
             shutil.copy(path, tmp_path)
         elif path.name not in ("runs", "sweeps", "wandb", "resources", ".git"):
             (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))  # as `import pufferlib` would
-    shutil.copy(ROOT / "ppo_lstm_puffer.py", tmp_path / "my_ppo.py")  # a reader's own copy, and environment
+    (tmp_path / "resources").symlink_to(
+        pathlib.Path(pufferlib.__path__[0], "resources")
+    )  # as `import pufferlib` would
+    shutil.copy(
+        ROOT / "ppo_lstm_puffer.py", tmp_path / "my_ppo.py"
+    )  # a reader's own copy, and environment
     (environment,) = re.findall(r"```python\n(.*?)```", README, re.S)
     (tmp_path / "my_env.py").write_text(environment)
     monkeypatch.syspath_prepend(tmp_path)  # as for a script there
@@ -121,7 +131,9 @@ def parse(script: str, words: list[str]):
     """The script's arguments, read by the script itself; of the XLA script, whose torch_xla is not here, by its Args alone."""
     if script == "ppo_lstm_puffer_xla.py":
         tree = ast.parse((ROOT / script).read_text())
-        node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+        node = next(
+            node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
+        )
         names = {
             "dataclass": dataclasses.dataclass,
             "field": dataclasses.field,
@@ -132,7 +144,9 @@ def parse(script: str, words: list[str]):
         }
         exec(compile(ast.Module([node], []), script, "exec"), names)
         return tyro.cli(names["Args"], args=words)
-    return {"ppo_lstm_puffer.py": ppo, "my_ppo.py": ppo, "ppo_lstm_puffer_ddp.py": ddp}[script].parse_args(words)[0]
+    return {"ppo_lstm_puffer.py": ppo, "my_ppo.py": ppo, "ppo_lstm_puffer_ddp.py": ddp}[
+        script
+    ].parse_args(words)[0]
 
 
 # The rules: each takes the words of a command.
@@ -151,7 +165,12 @@ def train(words: list[str]):
     else:
         brief = ["--total-timesteps", "1", "--no-compile"]
         if "--num-envs" not in arguments:
-            brief += ["--num-envs", "64", "--minibatch-size", str(min(args.minibatch_size, 64 * args.num_steps))]
+            brief += [
+                "--num-envs",
+                "64",
+                "--minibatch-size",
+                str(min(args.minibatch_size, 64 * args.num_steps)),
+            ]
     output_of(script, [*arguments, *brief, "--device", "cpu"], ".")
 
 
@@ -166,7 +185,9 @@ def torchrun(words: list[str]):
     arguments = torch.distributed.run.parse_args(words[start:])
     args = parse(arguments.training_script, arguments.training_script_args)
     ranks = int(arguments.nnodes.split(":")[-1]) * int(arguments.nproc_per_node)
-    assert args.num_envs % ranks == 0 and args.minibatch_size % (args.num_steps * ranks) == 0, "does not split"
+    assert args.num_envs % ranks == 0 and args.minibatch_size % (args.num_steps * ranks) == 0, (
+        "does not split"
+    )
 
 
 def sbatch(words: list[str]):
@@ -228,12 +249,17 @@ def make(words: list[str]):
         ["make", "-n", "-o", "setup", "-o", "setup-xla", *words[1:]], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    recipe = [command for line in result.stdout.replace("\\\n", " ").splitlines() for command in words_of(line)]
+    recipe = [
+        command
+        for line in result.stdout.replace("\\\n", " ").splitlines()
+        for command in words_of(line)
+    ]
     ours = [
         command
         for command in recipe
         if re.search(
-            r"^\S*/python (((benchmark|tools)/)?\w+\.py|-m (torch|pytest))|\bbash benchmark/gpu\.sh", " ".join(command)
+            r"^\S*/python (((benchmark|tools)/)?\w+\.py|-m (torch|pytest))|\bbash benchmark/gpu\.sh",
+            " ".join(command),
         )
     ]
     assert ours, f"no program in the recipe of {words}:\n{result.stdout}"
@@ -340,9 +366,15 @@ def test_wrong_command_is_found(line, clone):
 def test_output_shown_is_what_a_run_prints(finished):
     (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
     on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
-    assert re.fullmatch(r"on: cpu, threads: \d, \w+ \(.*\)", on) and "\non: cpu, " in f"\n{finished[1]}"
+    assert (
+        re.fullmatch(r"on: cpu, threads: \d, \w+ \(.*\)", on)
+        and "\non: cpu, " in f"\n{finished[1]}"
+    )
     assert compiling in (ROOT / "ppo_lstm_puffer.py").read_text()
-    assert re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run) and "run: runs/breakout__" in finished[1]
+    assert (
+        re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run)
+        and "run: runs/breakout__" in finished[1]
+    )
     keys = [
         [word.partition("=")[0] for word in line.split()]
         for line in finished[1].splitlines()
@@ -359,7 +391,9 @@ def test_flags_in_the_text_exist():
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
         if "gcloud" not in span
     }
-    fields = {field for script in SCRIPTS for field in vars(parse(script, []))} | set(vars(protein_sweep.Args()))
+    fields = {field for script in SCRIPTS for field in vars(parse(script, []))} | set(
+        vars(protein_sweep.Args())
+    )
     fields |= {"episodes", "deterministic", "render", "gif", "out"}  # of tools/
     known = {"--" + name.replace("_", "-") for name in fields} | {"--help"}
     known |= {"--no-" + name.removeprefix("--") for name in known} | FOREIGN_FLAGS
@@ -376,8 +410,16 @@ def links_of(page: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_links_lead_somewhere(page):
     text = PAGES[page]
-    spans = [span for span in code_spans(text) if re.fullmatch(r"[\w.-]+/[\w./-]+\.(py|md|yaml|sh|patch|txt)", span)]
-    missing = [span for span in spans if not span.startswith(("runs/", "sweeps/")) and not (ROOT / span).exists()]
+    spans = [
+        span
+        for span in code_spans(text)
+        if re.fullmatch(r"[\w.-]+/[\w./-]+\.(py|md|yaml|sh|patch|txt)", span)
+    ]
+    missing = [
+        span
+        for span in spans
+        if not span.startswith(("runs/", "sweeps/")) and not (ROOT / span).exists()
+    ]
     for target in links_of(page):
         assert "#" not in target, "pages are short: link to the page"
         missing += [target] * (not (page.parent / target).exists())
@@ -423,20 +465,42 @@ def test_figures_are_those_of_the_reports(report):
     text = re.sub(r"\s+", " ", PAGES[ROOT / "README.md"])
     source = (ROOT / "benchmark/reports" / report / "report.md").read_text()
     assert [words for words in FIGURES[report] if words not in text] == []
-    assert [words for taken in FIGURES[report].values() for words in taken if words not in source] == []
+    assert [
+        words for taken in FIGURES[report].values() for words in taken if words not in source
+    ] == []
 
 
 def test_the_number_of_memory_tasks_that_this_is_best_on_is_that_of_the_report():
-    rows = (ROOT / "benchmark/reports/memory/report.md").read_text().partition("## Learning")[0].splitlines()
-    head, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.count("|") > 6]
-    unlearned = {"RepeatPreviousMedium", "RepeatFirstHard", "AutoencodeEasy", "BattleshipEasy", "MemoryS13"}
+    rows = (
+        (ROOT / "benchmark/reports/memory/report.md")
+        .read_text()
+        .partition("## Learning")[0]
+        .splitlines()
+    )
+    head, *rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.count("|") > 6
+    ]
+    unlearned = {
+        "RepeatPreviousMedium",
+        "RepeatFirstHard",
+        "AutoencodeEasy",
+        "BattleshipEasy",
+        "MemoryS13",
+    }
     learned = [row for row in rows[1:] if row[0] not in unlearned]
-    assert len(learned) == 11 and sum(row[head.index("ours")].startswith("**") for row in learned) == 10
+    assert (
+        len(learned) == 11
+        and sum(row[head.index("ours")].startswith("**") for row in learned) == 10
+    )
 
 
 def test_reports_have_their_notes_as_they_are():
     notes = [*ROOT.glob("benchmark/reports/*/notes.md")]
-    stale = [path for path in notes if path.read_text().strip() not in path.with_name("report.md").read_text()]
+    stale = [
+        path
+        for path in notes
+        if path.read_text().strip() not in path.with_name("report.md").read_text()
+    ]
     assert len(notes) > 4 and stale == []
 
 
@@ -456,15 +520,25 @@ def test_every_page_is_linked_from_the_readme():
 
 @pytest.mark.parametrize(
     "given, sizes",
-    [("", True), ("--seed 2", True), ("--env-id pong", False), ("--config=x", False), ("--resume x", False)],
+    [
+        ("", True),
+        ("--seed 2", True),
+        ("--env-id pong", False),
+        ("--config=x", False),
+        ("--resume x", False),
+    ],
 )
 def test_make_train_takes_the_sizes_of_a_gpu_unless_others_are_given(tmp_path, given, sizes):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     words = ["make", "-n", "--no-print-directory", "-o", "setup", "train", f"ARGS={given}"]
     path = f"{tmp_path}:{os.environ['PATH']}"
-    line = subprocess.run(words, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True).stdout
-    assert ("--config benchmark/configs/cuda.yaml" in line) == sizes and line.rstrip().endswith(given)
+    line = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    ).stdout
+    assert ("--config benchmark/configs/cuda.yaml" in line) == sizes and line.rstrip().endswith(
+        given
+    )
 
 
 def test_places_to_change_exist():
@@ -474,7 +548,10 @@ def test_places_to_change_exist():
         for row in table.splitlines()[2:]
         for name in re.findall(r"`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])
     ]
-    assert len(names) > 5 and [name for name in names if not hasattr(ppo, name) and "(" not in name] == []
+    assert (
+        len(names) > 5
+        and [name for name in names if not hasattr(ppo, name) and "(" not in name] == []
+    )
 
 
 def test_an_installation_that_does_not_fit_the_disk_is_refused_before_it_begins(tmp_path):

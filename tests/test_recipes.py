@@ -42,7 +42,13 @@ class Repeat(Episode):
     def step(self, action):
         self.t += 1
         won = action == 1 and self.t == self.length
-        return np.full(1, self.t / self.length, np.float32), float(won), bool(won or action != 1), False, {}
+        return (
+            np.full(1, self.t / self.length, np.float32),
+            float(won),
+            bool(won or action != 1),
+            False,
+            {},
+        )
 
 
 class Name(Episode):
@@ -50,7 +56,10 @@ class Name(Episode):
 
     def __init__(self, right: int = 0, width: int = 2, actions: int = 2):
         self.right = right
-        self.observation_space, self.action_space = Box(-1, 1, (width,), np.float32), Discrete(actions)
+        self.observation_space, self.action_space = (
+            Box(-1, 1, (width,), np.float32),
+            Discrete(actions),
+        )
 
     def step(self, action):
         assert action in self.action_space
@@ -84,7 +93,10 @@ class Units(Episode):
 
     def __init__(self, unit: float = 1.0):
         self.unit = unit
-        self.observation_space, self.action_space = Box(-np.inf, np.inf, (2,), np.float32), Discrete(2)
+        self.observation_space, self.action_space = (
+            Box(-np.inf, np.inf, (2,), np.float32),
+            Discrete(2),
+        )
 
     def observe(self):
         self.shown = self.np_random.normal((50, -3), (10, 0.5)).astype(np.float32)
@@ -121,13 +133,19 @@ class Doors(Episode):
         self.nvec, doors = nvec, sum(nvec)
         # In this order: the mask is not in front of what the environment shows.
         self.observation_space = Dict(
-            [("observation", Box(0, 1, (doors,), np.float32)), ("action_mask", Box(0, 1, (doors,), np.int8))]
+            [
+                ("observation", Box(0, 1, (doors,), np.float32)),
+                ("action_mask", Box(0, 1, (doors,), np.int8)),
+            ]
         )
         self.action_space = MultiDiscrete(nvec) if len(nvec) > 1 else Discrete(*nvec)
 
     def observe(self):
         self.open = [self.np_random.permutation(n)[: n // 2] for n in self.nvec]
-        named, mask = ([np.isin(np.arange(n), doors[:k]) for n, doors in zip(self.nvec, self.open)] for k in (1, None))
+        named, mask = (
+            [np.isin(np.arange(n), doors[:k]) for n, doors in zip(self.nvec, self.open)]
+            for k in (1, None)
+        )
         return {
             "observation": np.concatenate(named).astype(np.float32),
             "action_mask": np.concatenate(mask).astype(np.int8),
@@ -145,14 +163,22 @@ class Turns(ParallelGame):
     """Three agents that end at different times. The mask forbids action 2 and, at every third step, all: nobody's turn."""
 
     def observation_space(self, agent):
-        return Dict({"observation": super().observation_space(agent), "action_mask": Box(0, 1, (3,), np.int8)})
+        return Dict(
+            {
+                "observation": super().observation_space(agent),
+                "action_mask": Box(0, 1, (3,), np.int8),
+            }
+        )
 
     def action_space(self, agent):
         return Discrete(3)
 
     def observe(self):
         mask = np.array([1, 1, 0], np.int8) * (self.t % 3 < 2)
-        return {agent: {"observation": shown, "action_mask": mask} for agent, shown in super().observe().items()}
+        return {
+            agent: {"observation": shown, "action_mask": mask}
+            for agent, shown in super().observe().items()
+        }
 
 
 class Duel(pettingzoo.ParallelEnv):
@@ -172,7 +198,9 @@ class Duel(pettingzoo.ParallelEnv):
 
     def reset(self, seed=None, options=None):
         self.t, self.agents = 0, list(self.possible_agents)
-        return {agent: np.zeros(1, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
+        return {agent: np.zeros(1, np.float32) for agent in self.agents}, {
+            agent: {} for agent in self.agents
+        }
 
     def step(self, actions):
         self.t += 1
@@ -201,7 +229,14 @@ gym.register("RecipeDials-v0", entry_point=functools.partial(Doors, (6, 4)))
 
 RUNS = {  # an environment on which the recipe has something to do
     "action_masks": ["--env-id", "RecipeDoors-v0"],
-    "curriculum": ["--env-id", "RecipeRepeat-v0", "--curriculum", "length=1,2,4", "--curriculum-return", "0.9"],
+    "curriculum": [
+        "--env-id",
+        "RecipeRepeat-v0",
+        "--curriculum",
+        "length=1,2,4",
+        "--curriculum-return",
+        "0.9",
+    ],
     "custom_encoder": ["--env-id", "RecipeTile-v0"],
     "gru": ["--env-id", "cartpole"],
     "mingru": ["--env-id", "cartpole"],
@@ -211,7 +246,16 @@ RUNS = {  # an environment on which the recipe has something to do
     "self_play": ["--env-id", "test_recipes", "--num-envs", "8", "--opponent-interval", "2"],
     "stages": ["--env-id", "cartpole", "--stages", "{1000: {ent_coef: 0.05}}"],
 }
-TURNS = ["--env-id", "test_recipes", "--env.turns", "true", "--num-envs", "6", "--minibatch-size", "288"]
+TURNS = [
+    "--env-id",
+    "test_recipes",
+    "--env.turns",
+    "true",
+    "--num-envs",
+    "6",
+    "--minibatch-size",
+    "288",
+]
 
 
 # Applying and running ----------------------------------------------------------------------------------------------------
@@ -225,7 +269,9 @@ def fork(tmp_path_factory):
     def fork(*names):
         folder = tmp_path_factory.mktemp("-".join(names) or "unpatched")
         (folder / SCRIPT.name).write_text(SCRIPT.read_text())
-        for name in names:  # the first must fit as it is; later ones may have a neighbour's lines around theirs
+        for name in (
+            names
+        ):  # the first must fit as it is; later ones may have a neighbour's lines around theirs
             command = [
                 "patch",
                 f"--fuzz={2 * (name != names[0])}",
@@ -234,7 +280,9 @@ def fork(tmp_path_factory):
             ]
             result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             assert result.returncode == 0, f"{name}: {result.stdout}"
-        spec = importlib.util.spec_from_file_location(folder.name.replace("-", "_"), folder / SCRIPT.name)
+        spec = importlib.util.spec_from_file_location(
+            folder.name.replace("-", "_"), folder / SCRIPT.name
+        )
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses and tyro look there
         spec.loader.exec_module(module)
@@ -295,7 +343,9 @@ def test_a_recipe_gives_three_lines_of_why_and_then_the_diff(name):
     ("names", "flags"),
     [
         *(pytest.param([name], RUNS[name], id=name) for name in NAMES),
-        pytest.param(["action_masks"], ["--env-id", "RecipeDials-v0"], id="masks of a MultiDiscrete"),
+        pytest.param(
+            ["action_masks"], ["--env-id", "RecipeDials-v0"], id="masks of a MultiDiscrete"
+        ),
         pytest.param(["action_masks"], TURNS, id="masks of nothing but zeros"),
         pytest.param(["action_masks", "gru"], RUNS["action_masks"], id="masks and gru"),
         pytest.param(["mingru", "action_masks"], RUNS["action_masks"], id="masks and mingru"),
@@ -305,7 +355,9 @@ def test_ratio_is_one_before_a_segments_first_update(names, flags, fork, train, 
     # Eight segments, with episode ends inside them and states carried from one to the next.
     def ratio(result, *arguments):
         _, logratio, *_ = result
-        return logratio[arguments[-1] > 0].exp()  # where the weight says that the step is trained on
+        return logratio[
+            arguments[-1] > 0
+        ].exp()  # where the weight says that the step is trained on
 
     ratios = record(fork(*names), "minibatch_loss", ratio)
     rows = train(fork(*names), *FIRST_UPDATES, *flags)
@@ -338,7 +390,9 @@ def test_all_recipes_with_one_core_apply_one_after_the_other(order, other, fork)
 
 def test_recipes_combine(fork, train):
     module = fork("gru", "stages", "multitask", "normalize")
-    rows = train(module, *RUNS["multitask"], "--no-clip-rewards", "--stages", "{1000: {learning_rate: 0}}")
+    rows = train(
+        module, *RUNS["multitask"], "--no-clip-rewards", "--stages", "{1000: {learning_rate: 0}}"
+    )
     assert last_checkpoint()["lstm.weight_hh_l0"].shape == (3 * 32, 32)
     assert last_checkpoint()["observation_statistics.mean"][-2:].tolist() == pytest.approx(
         [0.5, 0.5], abs=0.1
@@ -349,12 +403,16 @@ def test_recipes_combine(fork, train):
 
 def test_the_readme_lists_every_recipe_with_its_diffstat():
     listed = re.findall(
-        r"^\| \[(\w+)\]\((\w+)\.patch\) .*\| \+(\d+) -(\d+) \|$", (ROOT / "recipes/README.md").read_text(), re.M
+        r"^\| \[(\w+)\]\((\w+)\.patch\) .*\| \+(\d+) -(\d+) \|$",
+        (ROOT / "recipes/README.md").read_text(),
+        re.M,
     )
     numstat = {}
     for name in NAMES:
         command = ["git", "apply", "--numstat", str(ROOT / "recipes" / f"{name}.patch")]
-        plus, minus, _ = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(None, 2)
+        plus, minus, _ = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split(None, 2)
         numstat[name] = (name, name, plus, minus)
     assert sorted(listed) == [numstat[name] for name in NAMES]
 
@@ -369,7 +427,11 @@ def test_curriculum_rises_with_success_and_only_then(fork, train):
     assert levels[0] == 0 and levels[-1] == 2
     for level, success, following in zip(levels, successes, levels[1:]):
         assert following == min(2, level + success)
-    lengths = {row["env/level"]: row["episodic_length"] for row in rows if row.get("episodic_return", 0) >= 0.9}
+    lengths = {
+        row["env/level"]: row["episodic_length"]
+        for row in rows
+        if row.get("episodic_return", 0) >= 0.9
+    }
     assert lengths == pytest.approx({0: 1, 1: 2, 2: 4}, rel=0.1)  # the environments are the level's
 
 
@@ -378,13 +440,22 @@ def test_curriculum_stays_where_success_fails(fork, train):
     assert {row["env/level"] for row in rows} == {0}
 
 
-def test_curriculum_waits_for_episodes_of_the_new_level_which_begins_with_the_segment(fork, train, record):
+def test_curriculum_waits_for_episodes_of_the_new_level_which_begins_with_the_segment(
+    fork, train, record
+):
     # Episodes of 20 steps and more in segments of 16: some log lines have none.
     beginnings = record(
-        fork("curriculum"), "draw_minibatch", lambda result, values, rewards, dones, *_: bool(dones[0].all())
+        fork("curriculum"),
+        "draw_minibatch",
+        lambda result, values, rewards, dones, *_: bool(dones[0].all()),
     )
     rows = train(
-        fork("curriculum"), "--env-id", "environments:Truncating-v0", "--curriculum", "length=20,24,28", *FIRST_UPDATES
+        fork("curriculum"),
+        "--env-id",
+        "environments:Truncating-v0",
+        "--curriculum",
+        "length=20,24,28",
+        *FIRST_UPDATES,
     )
     successes = ["episodic_return" in row for row in rows]
     assert successes == [False, True] * 2 + [False, True, False, True]
@@ -395,13 +466,23 @@ def test_curriculum_waits_for_episodes_of_the_new_level_which_begins_with_the_se
 def test_curriculum_resumes_at_its_level(fork, train):
     flags = [*RUNS["curriculum"], "--curriculum-return", "0", "--total-timesteps", 256]
     assert [row["env/level"] for row in train(fork("curriculum"), *flags)] == [0]
-    rows = train(fork("curriculum"), "--resume", "latest", "--total-timesteps", 1024, "--curriculum-return", "1.01")
+    rows = train(
+        fork("curriculum"),
+        "--resume",
+        "latest",
+        "--total-timesteps",
+        1024,
+        "--curriculum-return",
+        "1.01",
+    )
     assert [row["env/level"] for row in rows] == [0, 1, 1, 1]
 
 
 def test_multitask_reports_every_task(fork, train):
     names = ["RecipeZero-v0", "RecipeThree-v0", "cartpole"]
-    rows = train(fork("multitask"), "--env-id", "+".join(names), "--num-envs", 24, "--log-interval", 8)
+    rows = train(
+        fork("multitask"), "--env-id", "+".join(names), "--num-envs", 24, "--log-interval", 8
+    )
     returns = [rows[-1][f"env/{name}/episodic_return"] for name in names]
     assert 0 < returns[0] < 4 and 0 < returns[1] < 4 and returns[2] > 8
     assert rows[-1]["env/cartpole/score"] == pytest.approx(returns[2], rel=0.5)
@@ -410,14 +491,23 @@ def test_multitask_reports_every_task(fork, train):
 
 def test_multitask_learns_what_only_the_task_tells(fork, train):
     # Both show zeros and want different actions: without the task, their returns add up to 4 at best.
-    rows = train(fork("multitask"), *LEARN, "--env-id", "RecipeZero-v0+RecipeThree-v0", "--total-timesteps", 12_000)
+    rows = train(
+        fork("multitask"),
+        *LEARN,
+        "--env-id",
+        "RecipeZero-v0+RecipeThree-v0",
+        "--total-timesteps",
+        12_000,
+    )
     assert final(rows, "env/RecipeZero-v0/episodic_return") >= 3
     assert final(rows, "env/RecipeThree-v0/episodic_return") >= 3
 
 
 def test_multitask_pads_observations_and_names_the_task(fork):
     module = fork("multitask")
-    envs = module.make_envs(module.Args(env_id="RecipeZero-v0+cartpole+RecipeThree-v0", num_envs=6), 1)
+    envs = module.make_envs(
+        module.Args(env_id="RecipeZero-v0+cartpole+RecipeThree-v0", num_envs=6), 1
+    )
     envs.reset()
     agents, observations, *columns = envs.receive()
     envs.close()
@@ -444,8 +534,12 @@ def test_shaped_rewards_of_an_episode_add_up_to_the_potential_it_began_with(fork
     discount = gamma ** torch.arange(5.0).unsqueeze(1)
     potentials = coef * module.potential(observations)
     torch.testing.assert_close((discount * shaped)[:3].sum(0), -potentials[0])
-    torch.testing.assert_close((discount[:2] * shaped[3:]).sum(0), gamma**2 * potentials[5] - potentials[3])
-    torch.testing.assert_close(module.shape_rewards(zeros + 1, observations, dones, gamma, coef), shaped + 1)
+    torch.testing.assert_close(
+        (discount[:2] * shaped[3:]).sum(0), gamma**2 * potentials[5] - potentials[3]
+    )
+    torch.testing.assert_close(
+        module.shape_rewards(zeros + 1, observations, dones, gamma, coef), shaped + 1
+    )
 
 
 def test_shaped_rewards_change_behaviour(fork, train):
@@ -462,8 +556,27 @@ def test_stages_switch_where_they_should(fork, train, record):
     module = fork("stages")
     entropies = record(module, "ppo_loss", lambda result, *arguments: arguments[-1].ent_coef)
     stages = "{1024: {adam_learning_rate: 0, learning_rate: 0}, 500: {ent_coef: 0.5, learning_rate: 0.25}}"
-    flags = ["--learning-rate", 0.125, "--ent-coef", 0.25, "--anneal", "constant", "--total-timesteps", 1280]
-    rows = train(module, "--env-id", "cartpole", "--optimizer", "muon", *FIRST_UPDATES, *flags, "--stages", stages)
+    flags = [
+        "--learning-rate",
+        0.125,
+        "--ent-coef",
+        0.25,
+        "--anneal",
+        "constant",
+        "--total-timesteps",
+        1280,
+    ]
+    rows = train(
+        module,
+        "--env-id",
+        "cartpole",
+        "--optimizer",
+        "muon",
+        *FIRST_UPDATES,
+        *flags,
+        "--stages",
+        stages,
+    )
     assert entropies == [0.25] * 2 + [0.5] * 3
     assert [row["learning_rate"] for row in rows] == [0.125] * 2 + [0.25] * 2 + [0]
     before = last_checkpoint()
@@ -518,7 +631,11 @@ def test_normalized_rewards_make_the_unit_of_reward_irrelevant(fork, train):
 
 def test_normalized_rewards_give_returns_a_deviation_of_one(fork, train, record):
     module = fork("normalize")
-    seen = record(module, "draw_minibatch", lambda result, values, rewards, dones, *_: (rewards.clone(), dones.clone()))
+    seen = record(
+        module,
+        "draw_minibatch",
+        lambda result, values, rewards, dones, *_: (rewards.clone(), dones.clone()),
+    )
     train(module, *FIRST_UPDATES, *RUNS["normalize"], "--env.unit", 1000, "--gamma", 1)
     returns, total = [], torch.zeros(16)
     for rewards, dones in seen[-4:]:
@@ -535,7 +652,9 @@ def test_normalization_goes_on_with_its_statistics(fork, train):
     after = last_checkpoint()
     for name in ("observation_statistics.count", "return_statistics.count"):
         assert 0 < after[name] - before[name] <= 256 < 1500 < before[name]
-    torch.testing.assert_close(after["observation_statistics.mean"], torch.tensor([50.0, -3.0]), rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        after["observation_statistics.mean"], torch.tensor([50.0, -3.0]), rtol=0.05, atol=0
+    )
 
 
 def test_gru_with_resets_equals_a_loop_over_grucell(fork):
@@ -557,7 +676,9 @@ def test_gru_with_resets_equals_a_loop_over_grucell(fork):
     outputs.square().sum().backward()
     torch.stack(expected).square().sum().backward()
     for name, parameter in agent.lstm.named_parameters():
-        torch.testing.assert_close(parameter.grad, getattr(cell, name.removesuffix("_l0")).grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            parameter.grad, getattr(cell, name.removesuffix("_l0")).grad, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_gru_is_all_that_remembers_and_it_is_trained(fork, train):
@@ -584,7 +705,10 @@ def test_mingru_with_resets_equals_a_loop_over_its_definition(fork):
         expected.append(state)
     torch.testing.assert_close(outputs, torch.stack(expected))
     torch.testing.assert_close(last, state)
-    grads = (torch.autograd.grad(result.square().sum(), inputs) for result in (outputs, torch.stack(expected)))
+    grads = (
+        torch.autograd.grad(result.square().sum(), inputs)
+        for result in (outputs, torch.stack(expected))
+    )
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
@@ -659,7 +783,9 @@ def test_encoder_takes_a_tiles_number_for_a_name(fork):
     assert features.shape == (2, 3, 16)
     other = agent.encode(renamed[grids.long()].to(torch.int8))
     assert not torch.allclose(features, other, atol=0.01)
-    convolution = next(layer for layer in agent.policy.encoder.modules() if isinstance(layer, nn.Conv2d))
+    convolution = next(
+        layer for layer in agent.policy.encoder.modules() if isinstance(layer, nn.Conv2d)
+    )
     convolution.weight.data = convolution.weight.data[:, renamed.argsort()]
     torch.testing.assert_close(agent.encode(renamed[grids.long()].to(torch.int8)), features)
 
@@ -681,11 +807,20 @@ def test_self_play_beats_what_stands_still_and_not_what_learns(fork, train):
 
 def test_self_play_renews_the_opponent_every_interval_and_keeps_it_in_the_checkpoint(fork, train):
     # A checkpoint after every segment; the opponent is the learner as it was before segments 0, 2, 4 and 6.
-    flags = [*RUNS["self_play"], "--checkpoint-interval", 1, "--keep-checkpoints", 99, "--total-timesteps"]
+    flags = [
+        *RUNS["self_play"],
+        "--checkpoint-interval",
+        1,
+        "--keep-checkpoints",
+        99,
+        "--total-timesteps",
+    ]
     module = fork("self_play")
     train(module, *flags, 1280)
     train(module, "--resume", "latest", "--total-timesteps", 2048)
-    models = [torch.load(path, weights_only=True) for path in sorted(newest_run(".").glob("model_*.pt"))]
+    models = [
+        torch.load(path, weights_only=True) for path in sorted(newest_run(".").glob("model_*.pt"))
+    ]
     agent = module.Agent(Box(0, 1, (1,), np.float32), Discrete(3), 32)
     learners = []
     for model in models:
@@ -697,10 +832,18 @@ def test_self_play_renews_the_opponent_every_interval_and_keeps_it_in_the_checkp
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(learners))
 
 
-def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_on_it(fork, train, record):
+def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_on_it(
+    fork, train, record
+):
     module = fork("self_play")
-    players = record(module, "act", lambda result, player, observations, *_: (player, len(observations)))
-    seen = record(module, "draw_minibatch", lambda result, values, rewards, dones, valid, *_: valid[:-1].clone())
+    players = record(
+        module, "act", lambda result, player, observations, *_: (player, len(observations))
+    )
+    seen = record(
+        module,
+        "draw_minibatch",
+        lambda result, values, rewards, dones, valid, *_: valid[:-1].clone(),
+    )
     train(module, *RUNS["self_play"], "--total-timesteps", 512)
     learner, opponent = players[0][0], players[1][0]
     assert players == [(learner, 8), (opponent, 8)] * (len(players) // 2)

@@ -123,29 +123,35 @@ def copied(finished, tmp_path):
 
 def test_run_is_named_after_environment_experiment_seed_and_time(finished):
     env_id, exp_name, seed, started = finished.run.name.split("__")
-    assert (env_id, exp_name, seed) == ("breakout", "ppo_lstm_puffer", "1") and abs(int(started) - time.time()) < 3600
+    assert (env_id, exp_name, seed) == ("breakout", "ppo_lstm_puffer", "1") and abs(
+        int(started) - time.time()
+    ) < 3600
 
 
 def test_config_holds_every_argument_as_resolved(finished):
     config = yaml.safe_load((finished.run / "config.yaml").read_text())
     assert set(config) == set(vars(ppo.Args()))
-    assert (config["num_envs"], config["env_id"], config["compile"], config["device"] in ("cpu", "cuda")) == (
-        16,
-        "breakout",
-        False,
-        True,
-    )
+    assert (
+        config["num_envs"],
+        config["env_id"],
+        config["compile"],
+        config["device"] in ("cpu", "cuda"),
+    ) == (16, "breakout", False, True)
 
 
 def test_metrics_lines_have_the_values_of_every_interval(finished):
     rows = read_metrics(finished.run)
     assert [row["step"] for row in rows] == [STEPS * (i + 1) for i in range(ITERATIONS)]
     for row in rows:
-        assert {"step", "time", "sps", "learning_rate"} | {f"losses/{name}" for name in LOSSES} <= set(row)
+        assert {"step", "time", "sps", "learning_rate"} | {
+            f"losses/{name}" for name in LOSSES
+        } <= set(row)
         assert {f"time/{phase}" for phase in ("env", "policy", "update")} <= set(row)
     times = [row["time"] for row in rows]
     assert times == sorted(set(times))
-    assert any("episodic_return" in row and "episodic_length" in row and "env/score" in row for row in rows)
+    assert any(
+        "episodic_return" in row and "episodic_length" in row and "env/score" in row for row in rows
+    )
 
 
 def test_a_narrow_terminal_cuts_the_numbers_and_not_the_bar(tmp_path):
@@ -176,10 +182,14 @@ def test_tensorboard_has_the_charts(finished):
         "learning_rate",
     )
     assert {f"charts/{name}" for name in charts} | {f"losses/{name}" for name in LOSSES} <= tags
-    assert any(tag.startswith("env/") for tag in tags) and any(tag.startswith("time/") for tag in tags)
+    assert any(tag.startswith("env/") for tag in tags) and any(
+        tag.startswith("time/") for tag in tags
+    )
     logged, rows = events.Scalars("losses/entropy"), read_metrics(finished.run)
     assert [event.step for event in logged] == [row["step"] for row in rows]
-    assert [event.value for event in logged] == pytest.approx([row["losses/entropy"] for row in rows])
+    assert [event.value for event in logged] == pytest.approx(
+        [row["losses/entropy"] for row in rows]
+    )
 
 
 def test_checkpoints_are_named_after_their_iteration(finished):
@@ -192,11 +202,15 @@ def test_checkpoints_are_named_after_their_iteration(finished):
 def test_only_the_last_checkpoints_are_kept(tmp_path):
     run = succeed("--checkpoint-interval", "1", "--keep-checkpoints", "3", cwd=tmp_path)
     for kind in ("model_breakout", "trainer"):
-        assert sorted(path.name for path in run.glob(f"{kind}_*.pt")) == [f"{kind}_{i:06d}.pt" for i in (6, 7, 8)]
+        assert sorted(path.name for path in run.glob(f"{kind}_*.pt")) == [
+            f"{kind}_{i:06d}.pt" for i in (6, 7, 8)
+        ]
 
 
 def test_stdout_is_parseable_without_a_terminal(finished):
-    lines = [dict(word.split("=") for word in line.split(" ")) for line in finished.stdout.splitlines()]
+    lines = [
+        dict(word.split("=") for word in line.split(" ")) for line in finished.stdout.splitlines()
+    ]
     assert [int(line["step"]) for line in lines] == [STEPS * (i + 1) for i in range(ITERATIONS)]
     assert all(float(value) == float(value) for line in lines for value in line.values())
 
@@ -229,7 +243,16 @@ def test_same_seed_gives_the_same_metrics_with_worker_processes(tmp_path):
     runs = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        runs.append(succeed(*WORKERS, "--env-id", "CartPole-v1", "--total-timesteps", 2 * STEPS, cwd=tmp_path / name))
+        runs.append(
+            succeed(
+                *WORKERS,
+                "--env-id",
+                "CartPole-v1",
+                "--total-timesteps",
+                2 * STEPS,
+                cwd=tmp_path / name,
+            )
+        )
     assert without_clock(runs[0]) == without_clock(runs[1])
 
 
@@ -240,12 +263,22 @@ def test_config_repeats_a_run_to_the_bit(finished, tmp_path):
 
 def test_command_line_beats_config_and_env_arguments_reach_the_environment(finished, tmp_path):
     run = succeed(
-        "--config", finished.run / "config.yaml", "--gamma", "0.9", "--env.frameskip", "8", cwd=tmp_path, small=False
+        "--config",
+        finished.run / "config.yaml",
+        "--gamma",
+        "0.9",
+        "--env.frameskip",
+        "8",
+        cwd=tmp_path,
+        small=False,
     )
-    config, before = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, finished.run))
+    config, before = (
+        yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, finished.run)
+    )
     assert config == before | {"gamma": 0.9, "env": {"frameskip": 8}, "config": config["config"]}
     first, first_before = (
-        next(row for row in read_metrics(folder) if "episodic_length" in row) for folder in (run, finished.run)
+        next(row for row in read_metrics(folder) if "episodic_length" in row)
+        for folder in (run, finished.run)
     )
     assert (
         first["episodic_length"] < first_before["episodic_length"]
@@ -259,7 +292,9 @@ def test_command_line_beats_config_and_env_arguments_reach_the_environment(finis
 def killed(tmp_path_factory):
     """The folder of a run of 40 iterations that was killed with SIGKILL after its checkpoint at 20."""
     folder = tmp_path_factory.mktemp("killed")
-    process, run = started("--total-timesteps", 40 * STEPS, "--checkpoint-interval", "20", cwd=folder)
+    process, run = started(
+        "--total-timesteps", 40 * STEPS, "--checkpoint-interval", "20", cwd=folder
+    )
     wait_for(lambda: list(run.glob("trainer_*.pt")), process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -294,7 +329,9 @@ def test_run_resumed_with_another_batch_size_goes_on_to_its_total(killed, tmp_pa
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_resumed_state_is_the_saved_one_but_for_what_flags_say(tmp_path, optimizer):
     run = succeed("--optimizer", optimizer, "--total-timesteps", 2 * STEPS, cwd=tmp_path)
-    args, resumed = ppo.parse_args(["--resume", str(run), "--momentum", "0.5", "--learning-rate", "0.125"])
+    args, resumed = ppo.parse_args(
+        ["--resume", str(run), "--momentum", "0.5", "--learning-rate", "0.125"]
+    )
     envs = ppo.make_envs(args, 1)
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args.hidden_size)
     envs.close()
@@ -326,7 +363,9 @@ def test_kill_at_any_moment_leaves_a_resumable_run(tmp_path):
     process.kill()
     process.communicate()
     last = checkpoint(run)["iteration"]
-    succeed("--resume", "latest", "--total-timesteps", (last + 3) * STEPS, cwd=tmp_path, small=False)
+    succeed(
+        "--resume", "latest", "--total-timesteps", (last + 3) * STEPS, cwd=tmp_path, small=False
+    )
     assert exit_reason(run) == "completed"
     assert [row["iteration"] for row in read_metrics(run)] == list(range(1, last + 4))
     assert not list(run.glob("*.tmp")) and len(list(run.glob("model_*.pt"))) <= 3
@@ -395,7 +434,9 @@ def test_control_c_writes_a_checkpoint_and_leaves_no_process(tmp_path, backend):
     assert checkpoint(run)["iteration"] > 0
 
 
-@pytest.mark.parametrize("script", ["ppo_lstm_puffer.py", "ppo_lstm_puffer_ddp.py", "protein_sweep.py"])
+@pytest.mark.parametrize(
+    "script", ["ppo_lstm_puffer.py", "ppo_lstm_puffer_ddp.py", "protein_sweep.py"]
+)
 def test_control_c_while_importing_ends_without_a_traceback(tmp_path, script):
     process = start_script(cwd=tmp_path, small=False, script=SCRIPT.parent / script, fork=False)
     wait_for(lambda: "numpy" in pathlib.Path(f"/proc/{process.pid}/maps").read_text(), process)
@@ -422,7 +463,11 @@ def test_killed_worker_ends_the_run_with_its_reason(tmp_path):
     workers[-1].kill()
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == 1 and not alive(workers)
-    assert "error: environment worker" in stderr and "ended: -9" in stderr and "Traceback" not in stderr
+    assert (
+        "error: environment worker" in stderr
+        and "ended: -9" in stderr
+        and "Traceback" not in stderr
+    )
     assert "worker" in exit_reason(run)
 
 
@@ -436,7 +481,12 @@ def test_environment_that_raises_in_a_worker_ends_the_run(tmp_path):
 
 def test_nan_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
     result = run_script(
-        "--env-id", "environments:NaNReward-v0", "--no-clip-rewards", "--checkpoint-interval", "1", cwd=tmp_path
+        "--env-id",
+        "environments:NaNReward-v0",
+        "--no-clip-rewards",
+        "--checkpoint-interval",
+        "1",
+        cwd=tmp_path,
     )
     assert result.returncode == 1
     assert (
@@ -456,7 +506,9 @@ def almost_full_disk(tmp_path, request):
     """A file system with room for the logs but not for a checkpoint."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
     room = 1024 * getattr(request, "param", 60)
@@ -465,13 +517,19 @@ def almost_full_disk(tmp_path, request):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("almost_full_disk", [60, 16], indirect=True, ids=["for a checkpoint", "for the logs too"])
+@pytest.mark.parametrize(
+    "almost_full_disk", [60, 16], indirect=True, ids=["for a checkpoint", "for the logs too"]
+)
 def test_full_disk_does_not_stop_training(almost_full_disk, tmp_path):
-    result = run_script("--output-dir", almost_full_disk, "--checkpoint-interval", "2", cwd=tmp_path)
+    result = run_script(
+        "--output-dir", almost_full_disk, "--checkpoint-interval", "2", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert "warning: checkpoint failed" in result.stderr and "No space left" in result.stderr
     assert "Traceback" not in result.stderr
-    assert not list(almost_full_disk.rglob("*.tmp")), "what did not fit is not left to fill the disk"
+    assert not list(almost_full_disk.rglob("*.tmp")), (
+        "what did not fit is not left to fill the disk"
+    )
     assert result.stdout.splitlines()[-1].startswith(f"step={STEPS * ITERATIONS} ")
 
 
@@ -490,6 +548,8 @@ def test_unreachable_wandb_does_not_stop_training(tmp_path):
         "WANDB_API_KEY": "0" * 40,
         "WANDB_INIT_TIMEOUT": "5",
     }
-    result = run_script("--track", "--total-timesteps", STEPS, cwd=tmp_path, env=environment() | unreachable)
+    result = run_script(
+        "--track", "--total-timesteps", STEPS, cwd=tmp_path, env=environment() | unreachable
+    )
     assert result.returncode == 0, result.stderr
     assert exit_reason(newest_run(tmp_path)) == "completed" and "warning: W&B" in result.stderr

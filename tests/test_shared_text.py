@@ -26,7 +26,9 @@ def definitions(path: pathlib.Path) -> dict[str, str]:
                 if isinstance(method, ast.FunctionDef):
                     found[f"{node.name}.{method.name}"] = ast.get_source_segment(source, method)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            decorators = "".join(f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list)
+            decorators = "".join(
+                f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list
+            )
             found[node.name] = decorators + ast.get_source_segment(source, node)
         elif isinstance(node, ast.Assign):
             found[ast.unparse(node.targets[0])] = ast.get_source_segment(source, node)
@@ -65,4 +67,8 @@ def test_scripts_keep_to_their_budget(script):
 
 def test_the_readme_keeps_to_its_budget():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200 and len(text) <= 14_000 and max(map(len, text.splitlines())) <= 160
+    assert (
+        len(text.splitlines()) <= 200
+        and len(text) <= 14_000
+        and max(map(len, text.splitlines())) <= 160
+    )

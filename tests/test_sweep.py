@@ -22,7 +22,15 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState
 
 import protein_sweep
-from protein_sweep import Cube, ProteinSampler, UsageError, parse_space, to_arguments, to_params, with_progress
+from protein_sweep import (
+    Cube,
+    ProteinSampler,
+    UsageError,
+    parse_space,
+    to_arguments,
+    to_params,
+    with_progress,
+)
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -94,7 +102,18 @@ def command(*arguments) -> list[str]:
 
 
 def toy_command(*arguments) -> list[str]:
-    first = "--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 30, "--confirm-seeds", 0
+    first = (
+        "--script",
+        "toy.py",
+        "--env-id",
+        "toy",
+        "--space",
+        "x.yaml",
+        "--max-cost-seconds",
+        30,
+        "--confirm-seeds",
+        0,
+    )
     return command(*first, *arguments)
 
 
@@ -157,9 +176,17 @@ def test_the_middle_of_each_distribution_is_where_its_name_says():
 
 @pytest.mark.parametrize("kind", ["log_normal", "int_uniform"])
 def test_half_of_a_run_is_seen_as_a_run_of_half_the_steps_but_for_its_progress(kind):
-    content = {"total_timesteps": {"distribution": kind, "min": 1000, "max": 100_000}, "learning_rate": SPACE["lr"]}
-    cube = Cube({parameter.name: parameter.distribution for parameter in parse_space(content, "test")})
-    long, short = (cube.encode({"total_timesteps": steps, "learning_rate": 0.01})[None] for steps in (40_000, 20_000))
+    content = {
+        "total_timesteps": {"distribution": kind, "min": 1000, "max": 100_000},
+        "learning_rate": SPACE["lr"],
+    }
+    cube = Cube(
+        {parameter.name: parameter.distribution for parameter in parse_space(content, "test")}
+    )
+    long, short = (
+        cube.encode({"total_timesteps": steps, "learning_rate": 0.01})[None]
+        for steps in (40_000, 20_000)
+    )
     half, whole = (with_progress(cube, x, np.array([p]))[0] for x, p in ((long, 0.5), (short, 1.0)))
     np.testing.assert_allclose(half[:-1], whole[:-1], atol=1e-4)
     assert half[-1] < whole[-1]
@@ -174,8 +201,12 @@ def test_arguments_stay_in_bounds_have_their_type_and_survive_the_round_trip():
     for x in [*corners, *rng.random((200, cube.dim))]:
         params = cube.decode(x)
         for parameter in space:
-            assert parameter.distribution._contains(parameter.distribution.to_internal_repr(params[parameter.name]))
-        np.testing.assert_allclose(cube.encode(cube.decode(cube.encode(params))), cube.encode(params), atol=1e-9)
+            assert parameter.distribution._contains(
+                parameter.distribution.to_internal_repr(params[parameter.name])
+            )
+        np.testing.assert_allclose(
+            cube.encode(cube.decode(cube.encode(params))), cube.encode(params), atol=1e-9
+        )
         arguments = to_arguments(space, params, {})
         for name, value in arguments.items():
             if isinstance(SPACE[name], list):
@@ -196,7 +227,10 @@ def test_arguments_stay_in_bounds_have_their_type_and_survive_the_round_trip():
 
 def test_a_minibatch_is_never_larger_than_the_batch():
     space = parse_space(
-        {name: {"distribution": "uniform_pow2", "min": 16, "max": 4096} for name in ("num_envs", "minibatch_size")},
+        {
+            name: {"distribution": "uniform_pow2", "min": 16, "max": 4096}
+            for name in ("num_envs", "minibatch_size")
+        },
         "test",
     )
     params = {"log2(num_envs)": 4, "log2(minibatch_size)": 12}
@@ -211,7 +245,10 @@ def test_a_minibatch_is_never_larger_than_the_batch():
         ("lr: {distribution: normal, min: 0.1, max: 1.0}", "log_normal"),
         ("lr: {distribution: uniform, min: 1.0, max: 0.5}", "the first smaller"),
         ("lr: {distribution: [1], min: 1.0, max: 2.0}", "log_normal"),
-        ("lr: {distribution: log_normal, min: 1e-5, max: 0.5}", "1.0e-5"),  # YAML reads 1e-5 as a word
+        (
+            "lr: {distribution: log_normal, min: 1e-5, max: 0.5}",
+            "1.0e-5",
+        ),  # YAML reads 1e-5 as a word
         ("lr: {distribution: log_normal, min: 0.0, max: 0.5}", "above 0"),
         ("gamma: {distribution: logit_normal, min: 0.9, max: 1.0}", "below 1"),
         ("n: {distribution: uniform_pow2, min: 48, max: 64}", "powers of two"),
@@ -278,7 +315,11 @@ def test_what_is_rated_is_what_optuna_would_run():
 
 def quality(params: dict, noise: float = 0.0) -> float:
     """Best with lr 0.01, alpha 0.3, beta 0.7, size 6, kind b; 1 at the most."""
-    off = (math.log10(params["lr"]) + 2) ** 2 + 6 * (params["alpha"] - 0.3) ** 2 + 6 * (params["beta"] - 0.7) ** 2
+    off = (
+        (math.log10(params["lr"]) + 2) ** 2
+        + 6 * (params["alpha"] - 0.3) ** 2
+        + 6 * (params["beta"] - 0.7) ** 2
+    )
     off += ((params["size"] - 6) / 4) ** 2 + 0.3 * (params["kind"] == "a")
     return math.exp(-off) + noise
 
@@ -288,7 +329,9 @@ def observe(study: optuna.Study, trial: optuna.Trial, sign: int = 1):
     rng = np.random.default_rng(trial.number)
     curve = [[p, 0.1 * p * trial.params["steps"]] for p in (0.3, 0.6, 1.0)]
     for point in curve:
-        score = quality(trial.params) * (1 - math.exp(-point[1] / 20)) + 0.01 * rng.standard_normal()
+        score = (
+            quality(trial.params) * (1 - math.exp(-point[1] / 20)) + 0.01 * rng.standard_normal()
+        )
         point.append(sign * score)
     trial.set_user_attr("curve", curve)
     study.tell(trial, curve[-1][2])
@@ -312,8 +355,13 @@ def test_pareto_front_is_what_nothing_beats():
     costs, scores = rng.integers(1, 30, 200).astype(float), rng.integers(0, 50, 200).astype(float)
     costs[50], scores[50] = costs[51], scores[51]  # twins: one of them is enough
     front = protein_sweep.pareto_front(costs, scores)
-    beaten = [((costs <= c) & (scores >= s) & ((costs < c) | (scores > s))).any() for c, s in zip(costs, scores)]
-    assert {(costs[i], scores[i]) for i in front} == {(c, s) for c, s, b in zip(costs, scores, beaten) if not b}
+    beaten = [
+        ((costs <= c) & (scores >= s) & ((costs < c) | (scores > s))).any()
+        for c, s in zip(costs, scores)
+    ]
+    assert {(costs[i], scores[i]) for i in front} == {
+        (c, s) for c, s, b in zip(costs, scores, beaten) if not b
+    }
     assert (np.diff(costs[front]) > 0).all() and (np.diff(scores[front]) > 0).all()
 
 
@@ -343,7 +391,9 @@ def test_minimizing_is_maximizing_the_negative():
 def test_a_trial_that_would_be_stopped_is_judged_by_how_far_it_will_come():
     """No trial here ends within the cost, and in full all would score the same: the faster comes farther."""
     space = {"speed": FloatDistribution(0.1, 1), "nothing": FloatDistribution(0, 1)}
-    study = optuna.create_study(sampler=ProteinSampler(space, 1, max_cost=100), direction="maximize")
+    study = optuna.create_study(
+        sampler=ProteinSampler(space, 1, max_cost=100), direction="maximize"
+    )
     for _ in range(20):
         trial = study.ask(space)
         share = 0.5 * trial.params["speed"]
@@ -356,19 +406,26 @@ def test_a_trial_that_would_be_stopped_is_judged_by_how_far_it_will_come():
 def test_a_trial_that_would_be_stopped_is_left_where_others_would_not_be():
     """More steps are better without an end, but those that the cost cuts short have no bonus for their end."""
     space = {"steps": IntDistribution(10, 100_000, log=True)}
-    study = optuna.create_study(sampler=ProteinSampler(space, 1, max_cost=100), direction="maximize")
+    study = optuna.create_study(
+        sampler=ProteinSampler(space, 1, max_cost=100), direction="maximize"
+    )
     for _ in range(20):
         trial = study.ask(space)
         full = trial.params["steps"] / 10
         cost = min(full, 100)
-        curve = [[p * cost / full, p * cost, math.log(p * cost) + (p * cost == full)] for p in (0.3, 0.6, 1.0)]
+        curve = [
+            [p * cost / full, p * cost, math.log(p * cost) + (p * cost == full)]
+            for p in (0.3, 0.6, 1.0)
+        ]
         trial.set_user_attr("curve", curve)
         study.tell(trial, curve[-1][2])
     assert np.mean([trial.params["steps"] <= 1050 for trial in study.trials[8:]]) > 0.9
 
 
 def test_costs_above_the_largest_do_not_stop_the_sampler():
-    study = optuna.create_study(sampler=ProteinSampler(CUBE, 1, max_cost=0.01), direction="maximize")
+    study = optuna.create_study(
+        sampler=ProteinSampler(CUBE, 1, max_cost=0.01), direction="maximize"
+    )
     assert len(go_on(study, 14)) == 14
 
 
@@ -387,7 +444,11 @@ def test_what_is_running_stands_at_its_prediction_when_the_next_is_suggested():
     (cube, curves, failures, none, sign, _), (*_, pending, _, _) = calls
     assert none == []
     np.testing.assert_array_equal(pending, [cube.encode(first.params)])
-    for seed in (1, 2, 3):  # with the same draws: where one would be suggested that runs already, another is
+    for seed in (
+        1,
+        2,
+        3,
+    ):  # with the same draws: where one would be suggested that runs already, another is
         alone = suggest(cube, curves, failures, [], sign, np.random.default_rng(seed))
         beside = suggest(cube, curves, failures, [alone], sign, np.random.default_rng(seed))
         assert np.linalg.norm(alone - beside) > 0.03
@@ -421,7 +482,9 @@ def test_failures_are_kept_away_from():
             observe(study, trial)
     later = failed[20:]
     assert sum(later) < 0.35 * len(later)
-    interrupted = make_study()  # what was interrupted has not failed: the next suggestion is as if it had not been
+    interrupted = (
+        make_study()
+    )  # what was interrupted has not failed: the next suggestion is as if it had not been
     others = make_study()
     go_on(others, 12), go_on(interrupted, 12)
     for study, attribute in ((interrupted, "note"), (others, "failure")):
@@ -457,8 +520,12 @@ def test_a_crash_a_divergence_a_nan_and_a_hang_are_recorded_failures_and_the_res
         load(toy).enqueue_trial({"mode": mode})
     result = finish(toy_command("--num-trials", 5, "--workers", 2, "--hang-seconds", 8), toy)
     trials = {trial.params["mode"]: trial for trial in load(toy).trials}
-    assert {mode for mode, trial in trials.items() if trial.state == TrialState.COMPLETE} == {"good"}
-    failures = {mode: trial.user_attrs["failure"] for mode, trial in trials.items() if mode != "good"}
+    assert {mode for mode, trial in trials.items() if trial.state == TrialState.COMPLETE} == {
+        "good"
+    }
+    failures = {
+        mode: trial.user_attrs["failure"] for mode, trial in trials.items() if mode != "good"
+    }
     assert "the environment broke" in failures["crash"]
     assert failures["diverge"] == "diverged: losses not finite"
     assert "not finite" in failures["nan"]
@@ -474,24 +541,49 @@ def test_a_hang_in_the_middle_is_a_failure_not_the_end_of_the_budget(toy):
     (toy / "impatient.py").write_text(
         "import protein_sweep\nprotein_sweep.GRACE = 2.0\nraise SystemExit(protein_sweep.main())"
     )
-    words = ["--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 3, "--num-trials", 1]
+    words = [
+        "--script",
+        "toy.py",
+        "--env-id",
+        "toy",
+        "--space",
+        "x.yaml",
+        "--max-cost-seconds",
+        3,
+        "--num-trials",
+        1,
+    ]
     finish([sys.executable, toy / "impatient.py", *map(str, words)], toy)
     (trial,) = load(toy).trials
-    assert trial.state == TrialState.FAIL and "does not end within 2 seconds of SIGTERM" in trial.user_attrs["failure"]
+    assert (
+        trial.state == TrialState.FAIL
+        and "does not end within 2 seconds of SIGTERM" in trial.user_attrs["failure"]
+    )
     assert protein_sweep.GRACE == 20
 
 
 def test_a_trial_over_its_cost_is_stopped_and_counts_with_what_it_reached(toy):
     (toy / "endless").touch()
     words = command(
-        "--script", "toy.py", "--env-id", "toy", "--space", "x.yaml", "--max-cost-seconds", 0.5, "--num-trials", 1
+        "--script",
+        "toy.py",
+        "--env-id",
+        "toy",
+        "--space",
+        "x.yaml",
+        "--max-cost-seconds",
+        0.5,
+        "--num-trials",
+        1,
     )
     finish([*words, "--confirm-seeds", "0"], toy)
     (trial,) = load(toy).trials
     assert trial.state == TrialState.COMPLETE and trial.user_attrs["end"] == "max cost"
     assert trial.user_attrs["cost"] > 0
     assert trial.user_attrs["curve"][-1][2] == trial.value > trial.user_attrs["curve"][0][2]
-    assert "stopped there before its schedule's end" in (toy / "sweeps/toy__toy/best.yaml").read_text()
+    assert (
+        "stopped there before its schedule's end" in (toy / "sweeps/toy__toy/best.yaml").read_text()
+    )
     assert not processes_in(toy)
 
 
@@ -527,7 +619,10 @@ def test_hopeless_trials_are_pruned_and_the_best_is_not(toy):
 def test_two_workers_run_at_once_each_on_its_own_cores(toy):
     finish(toy_command("--num-trials", 4, "--workers", 2, "--", "--total-timesteps", 40), toy)
     first, second, *_ = load(toy).trials
-    assert first.datetime_start < second.datetime_complete and second.datetime_start < first.datetime_complete
+    assert (
+        first.datetime_start < second.datetime_complete
+        and second.datetime_start < first.datetime_complete
+    )
     for cores, workers, parts in (
         ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
         ([0, 1, 2], 2, [[0, 1], [2]]),
@@ -572,7 +667,17 @@ def test_a_process_that_has_been_reaped_is_not_killed_by_its_number(monkeypatch)
 def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
     """Trial 1 has 100 points of luck that its seed gave it."""
     words = toy_command(
-        "--num-trials", 5, "--confirm-seeds", 2, "--workers", 2, "--sampler", "random", "--", "--lucky", 2
+        "--num-trials",
+        5,
+        "--confirm-seeds",
+        2,
+        "--workers",
+        2,
+        "--sampler",
+        "random",
+        "--",
+        "--lucky",
+        2,
     )
     result = finish(words, toy)
     trials = load(toy).trials
@@ -580,7 +685,9 @@ def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
     best = sorted(first, key=lambda trial: -trial.value)[:3]
     assert best[0].number == 1 and best[0].value > 100
     runs = {(trial.user_attrs["again"], trial.user_attrs["seed"]) for trial in again}
-    assert len(again) == 6 and runs == {(trial.number, seed) for trial in best for seed in (1_000_000, 1_000_001)}
+    assert len(again) == 6 and runs == {
+        (trial.number, seed) for trial in best for seed in (1_000_000, 1_000_001)
+    }
     summary, right = json.loads(result.stdout), max(best, key=lambda trial: trial.params["x"])
     assert summary["trials"] == 5 and summary["best"]["trial"] == right.number
     assert "on fresh seeds" in (toy / "sweeps/toy__toy/best.yaml").read_text()
@@ -591,7 +698,8 @@ def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
 def test_each_worker_has_a_gpu_of_its_own_where_there_are_several(toy, monkeypatch):
     def gpus(names, workers):
         return [
-            environment.get("CUDA_VISIBLE_DEVICES") for _, environment in protein_sweep.divide([0, 1], names, workers)
+            environment.get("CUDA_VISIBLE_DEVICES")
+            for _, environment in protein_sweep.divide([0, 1], names, workers)
         ]
 
     assert gpus(["a", "b", "c"], 2) == ["a", "b"] and gpus(["a", "b"], 3) == ["a", "b", "a"]
@@ -599,7 +707,10 @@ def test_each_worker_has_a_gpu_of_its_own_where_there_are_several(toy, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
     assert protein_sweep.visible_gpus() == ["4", "6"]
     finish(toy_command("--num-trials", 2, "--workers", 2, "--", "--total-timesteps", 40), toy)
-    assert {path.read_text().split("\n")[0] for path in toy.glob("sweeps/*/trials/*/log.txt")} == {"GPU 4", "GPU 6"}
+    assert {path.read_text().split("\n")[0] for path in toy.glob("sweeps/*/trials/*/log.txt")} == {
+        "GPU 4",
+        "GPU 6",
+    }
 
 
 # A sweep that waits between seeing that a trial is in the queue and taking it.
@@ -633,7 +744,9 @@ def assert_shared(trials: list[optuna.trial.FrozenTrial]):
     done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert len(done) in (8, 9)  # each may have started the last one
     assert len({trial.user_attrs["process"] for trial in done}) == 2
-    assert [trial.params["x"] for trial in done].count(0.5) == 1  # the defaults were queued by one of them
+    assert [trial.params["x"] for trial in done].count(
+        0.5
+    ) == 1  # the defaults were queued by one of them
 
 
 def test_two_processes_share_one_sqlite_study(toy):
@@ -648,7 +761,9 @@ def test_two_processes_share_one_postgresql_study(toy, tmp_path_factory):
     if not initdb:
         pytest.skip("no PostgreSQL here; on Debian or Ubuntu: sudo apt-get install postgresql")
     bin_folder, folder = pathlib.Path(initdb).resolve().parent, tmp_path_factory.mktemp("pg")
-    as_user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []  # it refuses to run as root
+    as_user = (
+        ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
+    )  # it refuses to run as root
     if as_user:
         for path in (folder, *folder.parents[:3]):
             if str(path) not in ("/", "/tmp"):
@@ -661,29 +776,44 @@ def test_two_processes_share_one_postgresql_study(toy, tmp_path_factory):
         capture_output=True,
     )
     options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
-    subprocess.run([*pg_ctl, "-o", options, "-l", folder / "log", "start"], check=True, cwd="/", capture_output=True)
+    subprocess.run(
+        [*pg_ctl, "-o", options, "-l", folder / "log", "start"],
+        check=True,
+        cwd="/",
+        capture_output=True,
+    )
     try:
         url = f"postgresql://sweep@/postgres?host={folder}"
         share_a_study(toy, "--storage", url)
-        study = optuna.load_study(study_name="toy__toy", storage=url.replace("postgresql:", "postgresql+psycopg:"))
+        study = optuna.load_study(
+            study_name="toy__toy", storage=url.replace("postgresql:", "postgresql+psycopg:")
+        )
         assert_shared(study.trials)
         study._storage._backend.engine.dispose()
     finally:
-        subprocess.run([*pg_ctl, "-m", "immediate", "stop"], check=True, cwd="/", capture_output=True)
+        subprocess.run(
+            [*pg_ctl, "-m", "immediate", "stop"], check=True, cwd="/", capture_output=True
+        )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
     (toy / "endless").touch()
     process = subprocess.Popen(
-        toy_command("--num-trials", 3, "--workers", 2), cwd=toy, env=environment(), stderr=subprocess.PIPE, text=True
+        toy_command("--num-trials", 3, "--workers", 2),
+        cwd=toy,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_until(lambda: len(list(toy.glob("sweeps/toy__toy/trials/*/*/*/metrics.jsonl"))) == 2)
     trainers = [one for one in processes_in(toy) if "--output-dir" in " ".join(one.cmdline())]
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum)
-    if signum == signal.SIGKILL:  # nobody is left to clean up: the kernel tells the trials, which end themselves
+    if (
+        signum == signal.SIGKILL
+    ):  # nobody is left to clean up: the kernel tells the trials, which end themselves
         wait_until(lambda: not any(one in processes_in(toy) for one in trainers))
         for one in processes_in(toy):  # what a trial of this sort leaves behind
             one.kill()
@@ -691,7 +821,9 @@ def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
     assert "the same command goes on" in errors
     assert not processes_in(toy)
     trials = load(toy).trials
-    assert [trial.state for trial in trials[:2]] == [TrialState.FAIL] * 2 and "failure" not in trials[0].user_attrs
+    assert [trial.state for trial in trials[:2]] == [
+        TrialState.FAIL
+    ] * 2 and "failure" not in trials[0].user_attrs
     assert [trial.state for trial in trials[2:]] == [TrialState.WAITING] * 2
     (toy / "endless").unlink()
     finish(toy_command("--num-trials", 3, "--workers", 2), toy)
@@ -713,21 +845,33 @@ def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another
 
 def test_a_metric_that_no_line_has_ends_the_sweep_at_its_first_trial_and_another_goes_on(toy):
     result = finish(toy_command("--num-trials", 3, "--", "--mode", "episodes"), toy, 2)
-    assert "error: toy.py: no env/score in metrics.jsonl, which has episodic_return, " in result.stderr
+    assert (
+        "error: toy.py: no env/score in metrics.jsonl, which has episodic_return, " in result.stderr
+    )
     assert "; try --metric episodic_return" in result.stderr
-    finish(toy_command("--num-trials", 2, "--metric", "episodic_return", "--", "--mode", "episodes"), toy)
+    finish(
+        toy_command("--num-trials", 2, "--metric", "episodic_return", "--", "--mode", "episodes"),
+        toy,
+    )
     assert len(load(toy).get_trials(states=[TrialState.COMPLETE])) == 2
 
 
 def test_a_crash_before_the_first_score_is_a_failure_as_any_other(toy):
     finish(toy_command("--num-trials", 2, "--", "--mode", "episodes, then a crash"), toy)
-    assert ["environment broke" in trial.user_attrs["failure"] for trial in load(toy).trials] == [True, True]
+    assert ["environment broke" in trial.user_attrs["failure"] for trial in load(toy).trials] == [
+        True,
+        True,
+    ]
 
 
 def test_a_script_that_refuses_its_arguments_ends_the_sweep_with_its_reason(toy):
     result = finish(toy_command("--", "--mode", "refuses"), toy, 2)
-    assert "error: toy.py: --env-id toy: unknown" in result.stderr and "Traceback" not in result.stderr
-    finish(toy_command("--num-trials", 2, "--", "--mode", "good"), toy)  # nothing had worked, so this is no other study
+    assert (
+        "error: toy.py: --env-id toy: unknown" in result.stderr and "Traceback" not in result.stderr
+    )
+    finish(
+        toy_command("--num-trials", 2, "--", "--mode", "good"), toy
+    )  # nothing had worked, so this is no other study
     assert [trial.state for trial in load(toy).trials].count(TrialState.COMPLETE) == 2
 
 
@@ -794,14 +938,19 @@ def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes
     assert summary["complete"] == 3 and summary["failed"] == 0
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert [row["number"] for row in rows] == ["0", "1", "2"]
-    assert float(max(rows, key=lambda row: float(row["score"]))["learning_rate"]) == summary["best"]["learning_rate"]
+    assert (
+        float(max(rows, key=lambda row: float(row["score"]))["learning_rate"])
+        == summary["best"]["learning_rate"]
+    )
     assert rows[0]["clip_coef"] == "0.15"  # the first trial is the script's defaults
     for name in ("pareto.png", "importances.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
     text = (folder / "best.yaml").read_text()
     assert f"trial {summary['best']['trial']}, the best of 3" in text
-    best = run_script("--config", str(folder / "best.yaml"), "--total-timesteps", "512", cwd=tmp_path, small=False)
+    best = run_script(
+        "--config", str(folder / "best.yaml"), "--total-timesteps", "512", cwd=tmp_path, small=False
+    )
     assert best.returncode == 0, best.stderr
     config = yaml.safe_load(next(tmp_path.glob("runs/*/config.yaml")).read_text())
     assert (
@@ -815,13 +964,20 @@ def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes
     seen, request = [], {"PATH_INFO": "/api/studies"}
     wsgiref.util.setup_testing_defaults(request)
     answer = b"".join(
-        wsgi(f"sqlite:///{folder}/study.db")(request, lambda status, headers, error=None: seen.append(status))
+        wsgi(f"sqlite:///{folder}/study.db")(
+            request, lambda status, headers, error=None: seen.append(status)
+        )
     )
-    assert seen == ["200 OK"] and json.loads(answer)["study_summaries"][0]["study_name"] == "breakout__ppo_lstm_puffer"
+    assert (
+        seen == ["200 OK"]
+        and json.loads(answer)["study_summaries"][0]["study_name"] == "breakout__ppo_lstm_puffer"
+    )
 
 
 def test_a_terminal_shows_each_trial_the_best_and_the_front(toy):
-    out, shown = run_on_a_terminal(toy_command("--num-trials", 3, "--", "--total-timesteps", 80), toy)
+    out, shown = run_on_a_terminal(
+        toy_command("--num-trials", 3, "--", "--total-timesteps", 80), toy
+    )
     assert json.loads(out)["complete"] == 3
     for word in ("trial 2: complete", "3 of 3 trials", "best env/score", "the front"):
         assert word in shown

@@ -33,7 +33,10 @@ class Painted(gym.Env):
     """Five steps, and a picture that grows lighter."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
-    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
+    observation_space, action_space = (
+        gym.spaces.Box(-1, 1, (2,), np.float32),
+        gym.spaces.Discrete(2),
+    )
 
     def __init__(self, render_mode=None):
         self.render_mode = render_mode
@@ -127,13 +130,24 @@ def test_process_plays_the_newest_run_and_prints_json(run):
     result = run_script(*words, cwd=run.parent.parent, small=False, script=ROOT / "tools/play.py")
     assert result.returncode == 0, result.stderr
     scores = json.loads(result.stdout)
-    assert scores["episodes"] == 20 and scores["env_id"] == "puffer_cartpole" and scores["checkpoint"].endswith("08.pt")
+    assert (
+        scores["episodes"] == 20
+        and scores["env_id"] == "puffer_cartpole"
+        and scores["checkpoint"].endswith("08.pt")
+    )
     for key in ("episodic_return", "episodic_length"):
         statistics = scores[key]
-        assert statistics["min"] <= statistics["mean"] <= statistics["max"] and statistics["standard_error"] > 0
-        assert f"{key}: {statistics['mean']:.2f} ± {statistics['standard_error']:.2f}" in result.stderr
+        assert (
+            statistics["min"] <= statistics["mean"] <= statistics["max"]
+            and statistics["standard_error"] > 0
+        )
+        assert (
+            f"{key}: {statistics['mean']:.2f} ± {statistics['standard_error']:.2f}" in result.stderr
+        )
     assert scores["episodic_length"]["min"] > 0 and scores["env"]["score"] > 0
-    assert sorted(run.iterdir()) == before and list(run.parent.iterdir()) == [run], "playing is not a run"
+    assert sorted(run.iterdir()) == before and list(run.parent.iterdir()) == [run], (
+        "playing is not a run"
+    )
 
 
 def test_each_agent_plays_its_first_episodes(monkeypatch):
@@ -147,18 +161,30 @@ def test_each_agent_plays_its_first_episodes(monkeypatch):
             self.t, self.episodes = 0, []
 
         def receive(self):
-            ended = [i for i, length in enumerate(self.all_lengths) if self.t and self.t % length == 0]
+            ended = [
+                i for i, length in enumerate(self.all_lengths) if self.t and self.t % length == 0
+            ]
             self.episodes += [(i, float(self.all_lengths[i]), self.all_lengths[i]) for i in ended]
             self.t += 1
-            return slice(0, 3), np.zeros((3, 2), np.float32), np.zeros(3), np.zeros(3, np.float32), np.ones(3)
+            return (
+                slice(0, 3),
+                np.zeros((3, 2), np.float32),
+                np.zeros(3),
+                np.zeros(3, np.float32),
+                np.ones(3),
+            )
 
         def send(self, actions):
             pass
 
     class Trained:
         envs, args = Envs(), type("Args", (), {"device": "cpu", "hidden_size": 4})
-        agent = type("Agent", (), {"lstm_weights": lambda: (0, 0), "sampling_noise": lambda *_, **__: None})
-        script = type("", (), {"act": lambda agent, x, dones, h, c, *_: (torch.zeros(3, 1), None, None, h, c)})
+        agent = type(
+            "Agent", (), {"lstm_weights": lambda: (0, 0), "sampling_noise": lambda *_, **__: None}
+        )
+        script = type(
+            "", (), {"act": lambda agent, x, dones, h, c, *_: (torch.zeros(3, 1), None, None, h, c)}
+        )
 
     finished = []
     play.play(Trained, play.Options("", episodes=7), finished)
@@ -172,7 +198,9 @@ def test_most_likely_actions_and_seeds_repeat(run, played):
 
 
 def test_model_file_plays_as_its_run_does(run, played):
-    one, other = (played(path, "--episodes", 5) for path in (run, run / "model_puffer_cartpole_000008.pt"))
+    one, other = (
+        played(path, "--episodes", 5) for path in (run, run / "model_puffer_cartpole_000008.pt")
+    )
     assert one == other
 
 
@@ -207,10 +235,14 @@ def test_ctrl_c_ends_with_what_was_played(run, call, monkeypatch, request):
     def make_impatient(self, num_envs):
         make(self, num_envs)
         receive, calls = self.envs.receive, iter(range(100))
-        self.envs.receive = lambda: receive() if next(calls, None) is not None else os.kill(os.getpid(), 2)
+        self.envs.receive = lambda: (
+            receive() if next(calls, None) is not None else os.kill(os.getpid(), 2)
+        )
 
     monkeypatch.setattr(common.Trained, "make", make_impatient)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in this process may have set its own
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a run in this process may have set its own
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     code, out, _ = call(play, run, "--episodes", 100000)
     assert code == 130 and 0 < json.loads(out)["episodes"] < 100000
@@ -220,15 +252,28 @@ def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
     words = [WEIGHTS, "--env-id", "breakout", "--hidden-size", 128, "--episodes", 16, "--seed", 3]
     whole = played(*words)["episodic_length"]
     cut = played(*words, "--max-steps", 100)
-    assert whole["min"] > 100 and cut["episodic_length"]["min"] == cut["episodic_length"]["max"] == 101
+    assert (
+        whole["min"] > 100 and cut["episodic_length"]["min"] == cut["episodic_length"]["max"] == 101
+    )
     assert cut["episodes"] == 16 and cut["episodic_return"]["mean"] > 0
 
 
 def test_gif_of_breakout_and_of_a_gymnasium_environment(played, tmp_path):
     from PIL import Image
 
-    (tmp_path / "weights.bin").write_bytes(bytes(WEIGHTS.stat().st_size))  # it stands still, and the balls are lost
-    scores = played("weights.bin", "--env-id", "breakout", "--hidden-size", 128, "--deterministic", "--gif", "game.gif")
+    (tmp_path / "weights.bin").write_bytes(
+        bytes(WEIGHTS.stat().st_size)
+    )  # it stands still, and the balls are lost
+    scores = played(
+        "weights.bin",
+        "--env-id",
+        "breakout",
+        "--hidden-size",
+        128,
+        "--deterministic",
+        "--gif",
+        "game.gif",
+    )
     assert scores["episodes"] == 1
     with Image.open("game.gif") as film:
         assert film.format == "GIF" and film.size == (384, 220) and film.n_frames > 30
@@ -236,7 +281,15 @@ def test_gif_of_breakout_and_of_a_gymnasium_environment(played, tmp_path):
     assert len(colors) > 20, "bricks, ball, paddle and text"
     agent = common.import_script(SCRIPT).Agent(Painted.observation_space, Painted.action_space, 8)
     torch.save(agent.state_dict(), "painted.pt")
-    words = ["painted.pt", "--env-id", "test_tools:Painted-v0", "--hidden-size", 8, "--gif", "painted.gif"]
+    words = [
+        "painted.pt",
+        "--env-id",
+        "test_tools:Painted-v0",
+        "--hidden-size",
+        8,
+        "--gif",
+        "painted.gif",
+    ]
     assert played(*words)["episodic_length"]["mean"] == 5
     with Image.open("painted.gif") as film:
         assert film.size == (60, 40) and film.n_frames == 5 and film.info["duration"] == 100
@@ -253,14 +306,31 @@ def screen(folder, rows: list[dict], tail: str = "") -> pathlib.Path:
     return folder
 
 
-ROW = {"step": 500, "iteration": 5, "time": 10.0, "startup": 1.0, "sps": 50.0, "learning_rate": 0.01}
+ROW = {
+    "step": 500,
+    "iteration": 5,
+    "time": 10.0,
+    "startup": 1.0,
+    "sps": 50.0,
+    "learning_rate": 0.01,
+}
 
 
 def test_watch_shows_the_end_of_a_finished_run(run, call):
     code, out, err = call(watch, run, "--once")
     assert code == 0 and err == ""
     row = [row for row in read_metrics(run) if "sps" in row][-1]
-    words = "2,048 of 2,048", "completed", "score", "policy_loss", "update", "CPU", "RAM", "█", run.name
+    words = (
+        "2,048 of 2,048",
+        "completed",
+        "score",
+        "policy_loss",
+        "update",
+        "CPU",
+        "RAM",
+        "█",
+        run.name,
+    )
     assert [word for word in words if word not in out] == []
     assert watch.number(row["losses/entropy"]) in out and watch.number(row["env/score"]) in out
 
@@ -272,7 +342,10 @@ def test_watch_draws_a_picture(run, call, tmp_path):
 
 
 def test_watch_shows_a_run_that_is_on(tmp_path, call):
-    rows = [ROW | {"step": 100, "env/score": 3.0}, ROW | {"ranks/slowest": 1, "ranks/slowest_share": 0.5}]
+    rows = [
+        ROW | {"step": 100, "env/score": 3.0},
+        ROW | {"ranks/slowest": 1, "ranks/slowest_share": 0.5},
+    ]
     run = screen(tmp_path / "half", rows, tail='{"step": 600, "iter')
     code, out, _ = call(watch, run)  # stdout is no terminal: once
     assert code == 0 and "500 of 1,000" in out and "0:00:10 left" in out and "slowest_share" in out
@@ -282,20 +355,30 @@ def test_watch_shows_a_run_that_is_on(tmp_path, call):
 
 def test_watch_follows_a_run_until_it_ends(tmp_path, call, monkeypatch):
     run = screen(tmp_path / "live", [ROW])
-    ends = iter(["", '{"step": 1000, "iter', 'ation": 10, "time": 20, "startup": 1, "exit_reason": "time_limit"}\n'])
+    ends = iter(
+        [
+            "",
+            '{"step": 1000, "iter',
+            'ation": 10, "time": 20, "startup": 1, "exit_reason": "time_limit"}\n',
+        ]
+    )
 
     def write(seconds):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(next(ends))
 
     monkeypatch.setattr(watch.time, "sleep", write)
-    monkeypatch.setattr(watch, "Console", functools.partial(watch.Console, force_terminal=True, width=100))
+    monkeypatch.setattr(
+        watch, "Console", functools.partial(watch.Console, force_terminal=True, width=100)
+    )
     code, out, _ = call(watch, run)
     assert code == 0 and next(ends, None) is None
     assert out.index("0:00:10 left") < out.index("time_limit") and "1,000 of 1,000" in out
 
 
-@pytest.mark.parametrize("rows", [[], [{"step": 0, "exit_reason": "sigint"}]], ids=["nothing yet", "it ended"])
+@pytest.mark.parametrize(
+    "rows", [[], [{"step": 0, "exit_reason": "sigint"}]], ids=["nothing yet", "it ended"]
+)
 def test_watch_shows_a_run_that_logged_nothing(tmp_path, call, rows):
     code, out, _ = call(watch, screen(tmp_path / "new", rows))
     assert code == 0 and ("sigint" if rows else "nothing logged yet") in out
@@ -326,7 +409,9 @@ def test_bin_and_back_plays_the_same(run, call, played):
     assert pathlib.Path("flat.bin").stat().st_size == 4 * 8707
     common_words = [*LONE, "--episodes", 5, "--num-envs", 5]
     paths = run / "model_puffer_cartpole_000008.pt", "flat.bin", "weights.pt"
-    scores = [played(path, *common_words, "--precision", "float32") | {"checkpoint": ""} for path in paths]
+    scores = [
+        played(path, *common_words, "--precision", "float32") | {"checkpoint": ""} for path in paths
+    ]
     assert scores[0] == scores[1] == scores[2]
 
 
@@ -342,7 +427,12 @@ def test_onnx_gives_the_logits_of_torch(run, call, tmp_path):
     trained.make(1)
     trained.envs.close()
     torch.manual_seed(1)
-    x, done, h, c = torch.randn(6, 4), torch.tensor([0.0, 1, 0, 0, 1, 0]), torch.randn(6, 32), torch.randn(6, 32)
+    x, done, h, c = (
+        torch.randn(6, 4),
+        torch.tensor([0.0, 1, 0, 0, 1, 0]),
+        torch.randn(6, 32),
+        torch.randn(6, 32),
+    )
     logits, value, next_h, _ = session.run(
         None, dict(zip(("observation", "done", "h", "c"), map(torch.Tensor.numpy, (x, done, h, c))))
     )
@@ -414,7 +504,9 @@ def test_foreign_weights_are_refused(refused, tmp_path, name, suffix):
         (export, "RUN --out no/such/folder.bin", "--out no/such/folder.bin"),
     ],
 )
-def test_wrong_argument_is_one_line_that_names_it(run, refused, monkeypatch, tool, arguments, named):
+def test_wrong_argument_is_one_line_that_names_it(
+    run, refused, monkeypatch, tool, arguments, named
+):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     line = refused(tool, *(run if word == "RUN" else word for word in arguments.split()))
@@ -431,7 +523,11 @@ def test_damaged_configuration_is_one_line(run, refused, tmp_path):
 def test_script_that_does_not_load_is_named(run, refused, tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     line = refused(play, run, "--script", "broken.py")
-    assert "broken.py" in line and "nothing_of_this_name" in line and "--script ppo_lstm_puffer.py" in line
+    assert (
+        "broken.py" in line
+        and "nothing_of_this_name" in line
+        and "--script ppo_lstm_puffer.py" in line
+    )
 
 
 # tools/repeat.py

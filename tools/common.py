@@ -42,7 +42,9 @@ def one_line():
     except SystemExit as error:
         if not error.code:  # --help
             raise
-        words = " ".join(line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]).split()
+        words = " ".join(
+            line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]
+        ).split()
         text = " ".join(words).partition(" Argument helptext")[0].partition(" For full helptext")[0]
         raise UsageError(f"{text} (see --help)") from error
     sys.stderr.write(messages.getvalue())
@@ -58,12 +60,20 @@ def main(options_class: type, function: Callable, description: str) -> int:
         words.insert(0, "latest")
     try:
         with one_line():
-            options, flags = tyro.cli(options_class, args=words, description=description, return_unknown_args=True)
+            options, flags = tyro.cli(
+                options_class, args=words, description=description, return_unknown_args=True
+            )
         return function(options, flags)
     except UsageError as error:  # what it quotes may have newlines and escape sequences
-        print("error:", "".join(letter if letter.isprintable() else " " for letter in str(error)), file=sys.stderr)
+        print(
+            "error:",
+            "".join(letter if letter.isprintable() else " " for letter in str(error)),
+            file=sys.stderr,
+        )
         return 2
-    except BrokenPipeError:  # whoever read stdout has gone; the interpreter's last flush must not fail too
+    except (
+        BrokenPipeError
+    ):  # whoever read stdout has gone; the interpreter's last flush must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
 
@@ -76,7 +86,9 @@ def find_run(path: str, output_dir: str, holds: str) -> pathlib.Path:
             raise UsageError(f"latest: no run with a {holds} in --output-dir {output_dir}")
         return max(files, key=lambda file: file.stat().st_mtime).parent
     if not os.path.exists(path):
-        raise UsageError(f"{path}: no such folder or file; the first word is a run's folder, a file in it, or latest")
+        raise UsageError(
+            f"{path}: no such folder or file; the first word is a run's folder, a file in it, or latest"
+        )
     return pathlib.Path(path)
 
 
@@ -85,7 +97,9 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     try:
         return dict(yaml.safe_load((folder / "config.yaml").read_bytes()))
     except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError
-        raise UsageError(f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})") from error
+        raise UsageError(
+            f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def read_rows(folder: pathlib.Path) -> list[dict]:
@@ -120,18 +134,32 @@ class Trained:
         path = find_run(source.run, source.output_dir, "model_*.pt")
         folder = path if path.is_dir() else path.parent
         has_config = path.is_dir() or (folder / "config.yaml").exists()
-        copies = [pathlib.Path(source.script)] if source.script else list(folder.glob("*.py")) if has_config else []
+        copies = (
+            [pathlib.Path(source.script)]
+            if source.script
+            else list(folder.glob("*.py"))
+            if has_config
+            else []
+        )
         self.script = import_script((copies or [ROOT / "ppo_lstm_puffer.py"])[0])
-        known = [item.name for item in dataclasses.fields(self.script.Args)]  # with --script it may be another's run
+        known = [
+            item.name for item in dataclasses.fields(self.script.Args)
+        ]  # with --script it may be another's run
         config = read_config(folder) if has_config else {"precision": "float32"}
         config = {key: value for key, value in config.items() if key in known}
         config |= {"device": "cpu", "num_workers": 0, "cuda_graphs": False}
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, self.usage_errors(), one_line():
+        with (
+            tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,
+            self.usage_errors(),
+            one_line(),
+        ):
             yaml.safe_dump(config, file)
             file.flush()
             self.args, _ = self.script.parse_args(["--config", file.name, *flags])
         # Names end in the iteration; from a million on it is longer.
-        models = sorted(folder.glob("model_*.pt"), key=lambda model: (len(model.name), model.name), reverse=True)
+        models = sorted(
+            folder.glob("model_*.pt"), key=lambda model: (len(model.name), model.name), reverse=True
+        )
         self.candidates = models if path.is_dir() else [path]
         if not self.candidates:
             raise UsageError(f"{folder}: no model_*.pt here")
@@ -164,7 +192,10 @@ class Trained:
 def import_script(path: pathlib.Path) -> types.ModuleType:
     if not path.is_file():
         raise UsageError(f"--script {path}: no such file")
-    sys.path[:0] = [str(path.resolve().parent), str(ROOT)]  # what lies beside it: an environment's module, say
+    sys.path[:0] = [
+        str(path.resolve().parent),
+        str(ROOT),
+    ]  # what lies beside it: an environment's module, say
     spec = importlib.util.spec_from_file_location("training_script", path)
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # a run's folder stays as it is
@@ -173,7 +204,9 @@ def import_script(path: pathlib.Path) -> types.ModuleType:
             spec.loader.exec_module(script)
     except (Exception, SystemExit) as error:  # the XLA script exits where there is no torch_xla
         why = f"does not load ({type(error).__name__}: {error})"
-        raise UsageError(f"{path}: {why}; another one can be named: --script ppo_lstm_puffer.py") from error
+        raise UsageError(
+            f"{path}: {why}; another one can be named: --script ppo_lstm_puffer.py"
+        ) from error
     finally:
         sys.dont_write_bytecode = before
     return script
@@ -187,12 +220,20 @@ def load_weights(agent, path: pathlib.Path):
     if path.suffix == ".bin":
         data, total = path.read_bytes(), sum(parameter.numel() for parameter in agent.parameters())
         if len(data) != 4 * total:
-            raise UsageError(f"{path}: {len(data)} bytes, but this network has {total} float32 parameters; {hint}")
+            raise UsageError(
+                f"{path}: {len(data)} bytes, but this network has {total} float32 parameters; {hint}"
+            )
         flat = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        return torch.nn.utils.vector_to_parameters(flat.to(next(agent.parameters()).device), agent.parameters())
+        return torch.nn.utils.vector_to_parameters(
+            flat.to(next(agent.parameters()).device), agent.parameters()
+        )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)  # so that a stranger's file cannot run code
-        state = {name.removeprefix("module."): value for name, value in state.get("model", state).items()}
+        state = torch.load(
+            path, map_location="cpu", weights_only=True
+        )  # so that a stranger's file cannot run code
+        state = {
+            name.removeprefix("module."): value for name, value in state.get("model", state).items()
+        }
     except Exception as error:
         raise Damaged(f"{path}: not a file of weights, or a damaged one") from error
     try:

@@ -40,7 +40,9 @@ class Policy(torch.nn.Module):
         self.agent.sample = lambda logits, noise: (logits, logits)
 
     def forward(self, observation, done, h, c):
-        logits, _, value, h, c = self.act(self.agent, observation, done, h, c, *self.agent.lstm_weights(), None)
+        logits, _, value, h, c = self.act(
+            self.agent, observation, done, h, c, *self.agent.lstm_weights(), None
+        )
         return logits, value, h, c
 
 
@@ -52,10 +54,15 @@ def to_onnx(trained: Trained, out: pathlib.Path) -> tuple[bytes, str]:
         import onnxscript  # noqa: F401  torch.onnx.export needs it
     except ImportError as error:
         raise UsageError(f"--out {out}: {error}; pip install onnxscript onnxruntime") from error
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of torchvision, which is not used
+    logging.getLogger("torch.onnx").setLevel(
+        logging.ERROR
+    )  # it tells of torchvision, which is not used
     policy, space, n = Policy(trained).eval(), trained.envs.single_observation_space, 3
     space.seed(1)
-    steps = [(torch.as_tensor(np.stack([space.sample() for _ in range(n)])), torch.zeros(n)) for _ in range(8)]
+    steps = [
+        (torch.as_tensor(np.stack([space.sample() for _ in range(n)])), torch.zeros(n))
+        for _ in range(8)
+    ]
     steps[4][1][0] = 1  # a reset among them
     state = torch.zeros(2, n, trained.args.hidden_size).unbind()
     outputs = ("mean" if trained.agent.continuous else "logits", "value", "next_h", "next_c")
@@ -63,7 +70,15 @@ def to_onnx(trained: Trained, out: pathlib.Path) -> tuple[bytes, str]:
         warnings.simplefilter("ignore")
         names = {"input_names": INPUTS, "output_names": outputs}
         batch = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
-        torch.onnx.export(policy, (*steps[0], *state), file, **names, dynamic_shapes=batch, dynamo=True, verbose=False)
+        torch.onnx.export(
+            policy,
+            (*steps[0], *state),
+            file,
+            **names,
+            dynamic_shapes=batch,
+            dynamo=True,
+            verbose=False,
+        )
         content = file.getvalue()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     difference, ours, theirs = 0.0, state, [x.numpy() for x in state]
@@ -72,10 +87,15 @@ def to_onnx(trained: Trained, out: pathlib.Path) -> tuple[bytes, str]:
         inputs = dict(zip(INPUTS, (observation.numpy(), done.numpy(), *theirs)))
         *heads, theirs[0], theirs[1] = session.run(None, inputs)
         pairs = zip((logits, value, *ours), (*heads, *theirs))
-        difference = max(difference, *(float((one - torch.as_tensor(other)).abs().max()) for one, other in pairs))
+        difference = max(
+            difference, *(float((one - torch.as_tensor(other)).abs().max()) for one, other in pairs)
+        )
     assert difference < 1e-4, f"ONNX Runtime and torch differ by {difference:.1e}"
     shapes = f"observation (N, {', '.join(map(str, space.shape))}) {space.dtype}, state (N, {state[0].shape[1]})"
-    return content, f"{shapes}; differs from torch by at most {difference:.1e} over {len(steps)} steps"
+    return (
+        content,
+        f"{shapes}; differs from torch by at most {difference:.1e} over {len(steps)} steps",
+    )
 
 
 def export(options: Options, flags: list[str]) -> int:
@@ -99,7 +119,9 @@ def export(options: Options, flags: list[str]) -> int:
     temporary = out.with_name(f"{out.name}.tmp")
     temporary.write_bytes(content)
     os.replace(temporary, out)
-    print(f"{out}: {sum(p.numel() for p in parameters):,} parameters of {trained.path}{line and '; '}{line}")
+    print(
+        f"{out}: {sum(p.numel() for p in parameters):,} parameters of {trained.path}{line and '; '}{line}"
+    )
     return 0
 
 

@@ -41,7 +41,9 @@ class Options(Source):
 
 
 @torch.no_grad()
-def play(trained: Trained, options: Options, finished: list, film: "Film | None" = None, repeat: int = 1):
+def play(
+    trained: Trained, options: Options, finished: list, film: "Film | None" = None, repeat: int = 1
+):
     """Appends (return, length) of --episodes episodes to `finished`. The agent acts at every `repeat`-th step.
 
     They are each agent's first ones: taking whatever ends first would favour short episodes. An agent whose episode takes more than
@@ -66,7 +68,11 @@ def play(trained: Trained, options: Options, finished: list, film: "Film | None"
         counts[too_long] = quota[too_long]
         # Some C environments log episodes without ever flagging an end.
         logged = sum(count for count, _ in envs.logs.get("n", ()))
-        if (counts >= quota).all() or (not finished and logged >= options.episodes) or (film and film.full):
+        if (
+            (counts >= quota).all()
+            or (not finished and logged >= options.episodes)
+            or (film and film.full)
+        ):
             return
         if film:
             film.add(observations[0], rewards.sum())
@@ -81,7 +87,12 @@ def play(trained: Trained, options: Options, finished: list, film: "Film | None"
 
 def statistics(data: np.ndarray) -> dict[str, float]:
     error = float(data.std(ddof=1) / len(data) ** 0.5) if len(data) > 1 else 0.0
-    return {"mean": float(data.mean()), "min": float(data.min()), "max": float(data.max()), "standard_error": error}
+    return {
+        "mean": float(data.mean()),
+        "min": float(data.min()),
+        "max": float(data.max()),
+        "standard_error": error,
+    }
 
 
 def run(options: Options, flags: list[str]) -> int:
@@ -92,7 +103,9 @@ def run(options: Options, flags: list[str]) -> int:
     if options.render and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         raise UsageError("--render: no display here; use xvfb-run, or leave --render out")
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # products this small are six times slower where threads wait for each other
+        torch.set_num_threads(
+            1
+        )  # products this small are six times slower where threads wait for each other
     trained = Trained(options, flags)
     film, repeat, finished, interrupted = None, 1, [], False
     if options.gif:
@@ -107,13 +120,25 @@ def run(options: Options, flags: list[str]) -> int:
     except KeyboardInterrupt:  # what was played counts
         interrupted = True
     trained.envs.close()
-    result = {"checkpoint": str(trained.path), "env_id": trained.args.env_id, "seed": trained.args.seed}
+    result = {
+        "checkpoint": str(trained.path),
+        "env_id": trained.args.env_id,
+        "seed": trained.args.seed,
+    }
     result |= {"deterministic": options.deterministic, "episodes": len(finished)}
-    for name, data in zip(("episodic_return", "episodic_length"), np.array(finished, float).reshape(-1, 2).T):
+    for name, data in zip(
+        ("episodic_return", "episodic_length"), np.array(finished, float).reshape(-1, 2).T
+    ):
         if len(data):
             shown = result[name] = statistics(data)
-            numbers = f"{shown['mean']:.2f} ± {shown['standard_error']:.2f}", f"{shown['min']:g} to {shown['max']:g}"
-            print(f"{name}: {numbers[0]} (standard error), from {numbers[1]}, {len(data)} episodes", file=sys.stderr)
+            numbers = (
+                f"{shown['mean']:.2f} ± {shown['standard_error']:.2f}",
+                f"{shown['min']:g} to {shown['max']:g}",
+            )
+            print(
+                f"{name}: {numbers[0]} (standard error), from {numbers[1]}, {len(data)} episodes",
+                file=sys.stderr,
+            )
     result["env"] = trained.envs.means()
     if film:
         print(film.save(options.gif), file=sys.stderr)
@@ -133,7 +158,10 @@ def make_rendered(trained: Trained, mode: str):
 
 # --gif ----------------------------------------------------------------------------------------------------------------------
 
-SECONDS, LONGEST = 12, 60 * 600  # shown; frames played: an agent may keep the ball for ever and hit nothing
+SECONDS, LONGEST = (
+    12,
+    60 * 600,
+)  # shown; frames played: an agent may keep the ball for ever and hit nothing
 
 
 class Film:
@@ -142,7 +170,12 @@ class Film:
     def __init__(self, shoot: Callable, draw: Callable, fps: float):
         """shoot(observation) takes a frame, draw(frame) makes a PIL image of one that is shown."""
         self.shoot, self.draw, self.fps = shoot, draw, fps
-        self.window, self.best, self.score, self.frames = deque(maxlen=round(SECONDS * fps) + 1), [], 0.0, 0
+        self.window, self.best, self.score, self.frames = (
+            deque(maxlen=round(SECONDS * fps) + 1),
+            [],
+            0.0,
+            0,
+        )
 
     @property
     def full(self) -> bool:
@@ -160,11 +193,15 @@ class Film:
         stride = max(1, round(self.fps / 33))
         images = [self.draw(frame) for frame, *_ in self.best[::stride]]
         some = [np.asarray(image) for image in images[:: -(-len(images) // 8)]]
-        palette = Image.fromarray(np.concatenate(some)).quantize(128)  # for all: what does not move is stored once
+        palette = Image.fromarray(np.concatenate(some)).quantize(
+            128
+        )  # for all: what does not move is stored once
         images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
         duration = max(30, round(100 * stride / self.fps) * 10)
         try:
-            images[0].save(path, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
+            images[0].save(
+                path, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0
+            )
         except OSError as error:
             raise UsageError(f"--gif {path}: cannot be written ({error})") from error
         return f"{path}: from second {self.best[0][2]:.0f} of {self.frames / self.fps:.0f}"
@@ -182,7 +219,9 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
     if args.env_id.removeprefix("puffer_") == "breakout":
         from pufferlib.ocean.breakout.breakout import Breakout
 
-        game = {name: item.default for name, item in inspect.signature(Breakout).parameters.items()} | args.env
+        game = {
+            name: item.default for name, item in inspect.signature(Breakout).parameters.items()
+        } | args.env
         args.env = args.env | {"frameskip": 1}  # frames between two actions are shown too
         trained.make(1)
         film = Film(np.copy, lambda frame: draw_breakout(frame, game), fps=60)
@@ -190,7 +229,9 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
     make_rendered(trained, "rgb_array")
     environment = trained.envs.vecenv.driver_env
     if environment is trained.envs.vecenv:  # a C environment: render() would open a window
-        hint = f"xvfb-run python tools/play.py {trained.path.parent} --render, and a screen recorder"
+        hint = (
+            f"xvfb-run python tools/play.py {trained.path.parent} --render, and a screen recorder"
+        )
         raise UsageError(f"--gif {path}: {args.env_id} draws in a window only; use {hint}")
 
     def shoot(_):
@@ -222,15 +263,27 @@ def draw_breakout(observation: np.ndarray, game: dict) -> Image.Image:
     pen, font = ImageDraw.Draw(image), ImageFont.load_default(20 * zoom)
 
     def box(x: float, y: float, width: float, height: float) -> list[int]:
-        return [round(x * zoom), round(y * zoom), round((x + width) * zoom) - 1, round((y + height) * zoom) - 1]
+        return [
+            round(x * zoom),
+            round(y * zoom),
+            round((x + width) * zoom) - 1,
+            round((y + height) * zoom) - 1,
+        ]
 
     columns, gap = game["brick_cols"], 1 / SCALE  # a gap of a stored pixel
     for brick in np.flatnonzero(observation[10:] == 0):
-        x, y = brick % columns * game["brick_width"], brick // columns * game["brick_height"] + BRICKS_FROM_TOP
-        pen.rectangle(
-            box(x, y, game["brick_width"] - gap, game["brick_height"] - gap), ROWS[brick // columns % len(ROWS)]
+        x, y = (
+            brick % columns * game["brick_width"],
+            brick // columns * game["brick_height"] + BRICKS_FROM_TOP,
         )
-    x, y = observation[:4].reshape(2, 2).T * [[game["width"]], [game["height"]]]  # of paddle and ball
+        pen.rectangle(
+            box(x, y, game["brick_width"] - gap, game["brick_height"] - gap),
+            ROWS[brick // columns % len(ROWS)],
+        )
+    x, y = observation[:4].reshape(2, 2).T * [
+        [game["width"]],
+        [game["height"]],
+    ]  # of paddle and ball
     pen.rectangle(box(x[0], y[0], observation[9] * WIDEST_PADDLE, game["paddle_height"]), PADDLE)
     pen.ellipse(box(x[1], y[1], game["ball_width"], game["ball_height"]), WHITE)
     pen.text((10 * zoom, 8 * zoom), f"score {round(observation[7] * MOST_POINTS)}", WHITE, font)

@@ -44,7 +44,11 @@ def rows_of(folder: pathlib.Path) -> list[dict]:
 def difference(before: dict, now: dict) -> str:
     """What differs in two rows, or nothing, but for what a clock had a part in."""
     keys = [key for key in before | now if key.partition("/")[0] not in ("time", "sps", "startup")]
-    different = [f"{key} {before.get(key)} and now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+    different = [
+        f"{key} {before.get(key)} and now {now.get(key)}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
     return f"at step {before['step']}: {', '.join(different)}" if different else ""
 
 
@@ -54,18 +58,38 @@ def repeat(options: Options, flags: list[str]) -> int:
     folder = find_run(options.run, options.output_dir, "metrics.jsonl")
     scripts, before = list(folder.glob("*.py")), rows_of(folder)
     if not scripts or not before:
-        raise UsageError(f"{folder}: no {'logged row' if scripts else 'copy of the script'} here, so nothing to repeat")
+        raise UsageError(
+            f"{folder}: no {'logged row' if scripts else 'copy of the script'} here, so nothing to repeat"
+        )
     config = read_config(folder)
-    before = [row for row in before if options.steps is None or row["step"] <= options.steps] or before[:1]
-    paths = [os.getcwd(), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # environments' modules
+    before = [
+        row for row in before if options.steps is None or row["step"] <= options.steps
+    ] or before[:1]
+    paths = [
+        os.getcwd(),
+        str(ROOT),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]  # environments' modules
     with tempfile.TemporaryDirectory() as temporary:
-        words = [sys.executable, *shlex.split(options.launcher), str(scripts[0]), "--config", f"{folder}/config.yaml"]
+        words = [
+            sys.executable,
+            *shlex.split(options.launcher),
+            str(scripts[0]),
+            "--config",
+            f"{folder}/config.yaml",
+        ]
         words += ["--output-dir", temporary, "--no-track"]
-        words += ["--time-limit", "1e9"] if config.get("time_limit") is not None else []  # it ends with the rows
-        process = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=sys.stderr)
+        words += (
+            ["--time-limit", "1e9"] if config.get("time_limit") is not None else []
+        )  # it ends with the rows
+        process = subprocess.Popen(
+            words, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=sys.stderr
+        )
         try:
             while True:
-                ended = process.poll() is not None  # before its rows are read: there will be no more
+                ended = (
+                    process.poll() is not None
+                )  # before its rows are read: there will be no more
                 now = [row for run in pathlib.Path(temporary).glob("*") for row in rows_of(run)]
                 differences = [difference(*pair) for pair in zip(before, now)]
                 if ended or any(differences) or len(differences) == len(before):
@@ -77,7 +101,10 @@ def repeat(options: Options, flags: list[str]) -> int:
     different = next(filter(None, differences), "")
     compared = differences.index(different) if different else len(differences)
     print(f"{folder}: {compared} of {len(before)} rows are the same to the bit", end="")
-    print(f", to step {before[compared - 1]['step']}" * bool(compared) + f"; different {different}" * bool(different))
+    print(
+        f", to step {before[compared - 1]['step']}" * bool(compared)
+        + f"; different {different}" * bool(different)
+    )
     return 0 if compared == len(before) else 1
 
 

@@ -56,13 +56,21 @@ def plot_front(study: optuna.Study, front: list[FrozenTrial], metric: str, path:
         points = [curve_of(trial)[-1][1:] for trial in trials if trial.state == state]
         if points:
             axes.scatter(
-                *np.array(points).T, s=14, color=color, label=f"{state.name.lower()} ({len(points)})", zorder=2
+                *np.array(points).T,
+                s=14,
+                color=color,
+                label=f"{state.name.lower()} ({len(points)})",
+                zorder=2,
             )
     points = np.array([(trial.user_attrs["cost"], trial.value) for trial in front])
     axes.step(*points.T, where="post", color="#D55E00", label="front", zorder=3)
     for trial, point in zip(front, points):
-        axes.annotate(str(trial.number), point, fontsize=7, xytext=(2, 3), textcoords="offset points")
-    axes.set(xscale="log", xlabel="cost: seconds of training", ylabel=metric, title=study.study_name)
+        axes.annotate(
+            str(trial.number), point, fontsize=7, xytext=(2, 3), textcoords="offset points"
+        )
+    axes.set(
+        xscale="log", xlabel="cost: seconds of training", ylabel=metric, title=study.study_name
+    )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -78,14 +86,20 @@ def plot_importances(importances: dict[str, float], metric: str, path: pathlib.P
 
 def write_csv(study: optuna.Study, path: pathlib.Path):
     """A row for each trial that was run."""
-    trials = [trial for trial in study.get_trials(deepcopy=False) if "arguments" in trial.user_attrs]
+    trials = [
+        trial for trial in study.get_trials(deepcopy=False) if "arguments" in trial.user_attrs
+    ]
     names = list(dict.fromkeys(name for trial in trials for name in trial.user_attrs["arguments"]))
     with path.open("w", newline="") as file:
         columns = ["number", "state", "score", "cost", "step", "end", "failure", "again", *names]
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         for trial in trials:
-            facts = {"number": trial.number, "state": trial.state.name.lower(), "score": trial.value}
+            facts = {
+                "number": trial.number,
+                "state": trial.state.name.lower(),
+                "score": trial.value,
+            }
             writer.writerow(facts | trial.user_attrs | trial.user_attrs["arguments"])
 
 
@@ -106,7 +120,10 @@ def main() -> int:
     storage = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", storage)
     console = Console(soft_wrap=True, highlight=False)
     if not args.storage and not (args.folder / "study.db").exists():
-        print(f"error: {args.folder}: has no study.db; give the study's folder, or --storage too", file=sys.stderr)
+        print(
+            f"error: {args.folder}: has no study.db; give the study's folder, or --storage too",
+            file=sys.stderr,
+        )
         return 2
     try:
         study = optuna.load_study(study_name=args.folder.resolve().name, storage=storage)
@@ -122,13 +139,24 @@ def main() -> int:
             evaluator = optuna.importance.FanovaImportanceEvaluator(seed=1)
             importances = optuna.importance.get_param_importances(study, evaluator=evaluator)
             plot_importances(importances, metric, args.folder / "importances.png")
-        rows = [(str(one.number), f"{one.user_attrs['cost']:.1f}", f"{one.value:.5g}") for one in front]
-        console.print(table("the front: no other trial beats these in both", ("trial", "cost, s", metric), rows))
-        shares = {re.sub(r"^log2\((.*)\)$|^1 - ", r"\1", name): share for name, share in importances.items()}
+        rows = [
+            (str(one.number), f"{one.user_attrs['cost']:.1f}", f"{one.value:.5g}") for one in front
+        ]
+        console.print(
+            table(
+                "the front: no other trial beats these in both", ("trial", "cost, s", metric), rows
+            )
+        )
+        shares = {
+            re.sub(r"^log2\((.*)\)$|^1 - ", r"\1", name): share
+            for name, share in importances.items()
+        }
         arguments = best.user_attrs["arguments"]
         names = sorted(arguments, key=lambda name: -shares.get(name, 0))
         rows = [(name, str(arguments[name]), f"{shares.get(name, 0):.0%}") for name in names]
-        score = f"{np.mean(fresh):.5g} on {len(fresh)} fresh seeds" if fresh else f"{best.value:.5g}"
+        score = (
+            f"{np.mean(fresh):.5g} on {len(fresh)} fresh seeds" if fresh else f"{best.value:.5g}"
+        )
         title = f"best trial: {best.number}, {metric} {score}"
         console.print(table(title, ("argument", "value", "importance"), rows))
     for trial in [trial for trial in counted(study) if trial.state == TrialState.FAIL][-5:]:

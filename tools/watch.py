@@ -44,14 +44,25 @@ class Options:
 def plot(values: list[float], width: int, height: int) -> Text:
     """Bars of block characters from the least to the most, each the mean of a part of `values`."""
     edges = np.arange(width + 1) * len(values) // width
-    parts = np.array([np.mean(values[low : max(high, low + 1)]) for low, high in itertools.pairwise(edges)])
-    eighths = 1 + np.round((8 * height - 1) * (parts - parts.min()) / max(np.ptp(parts), 1e-12)).astype(int)
-    lines = ["".join(" ▁▂▃▄▅▆▇█"[n] for n in (eighths - 8 * row).clip(0, 8)) for row in reversed(range(height))]
+    parts = np.array(
+        [np.mean(values[low : max(high, low + 1)]) for low, high in itertools.pairwise(edges)]
+    )
+    eighths = 1 + np.round(
+        (8 * height - 1) * (parts - parts.min()) / max(np.ptp(parts), 1e-12)
+    ).astype(int)
+    lines = [
+        "".join(" ▁▂▃▄▅▆▇█"[n] for n in (eighths - 8 * row).clip(0, 8))
+        for row in reversed(range(height))
+    ]
     return Text("\n".join(lines), style="green", no_wrap=True)
 
 
 def number(value) -> str:
-    return str(value) if not isinstance(value, (int, float)) else f"{value:{',.0f' if abs(value) >= 1000 else '.4g'}}"
+    return (
+        str(value)
+        if not isinstance(value, (int, float))
+        else f"{value:{',.0f' if abs(value) >= 1000 else '.4g'}}"
+    )
 
 
 def clock(seconds: float) -> str:
@@ -71,33 +82,51 @@ def machine() -> dict[str, str]:
         pynvml.nvmlInit()
         for i in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
-            busy, taken = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu, pynvml.nvmlDeviceGetMemoryInfo(gpu).used
+            busy, taken = (
+                pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+                pynvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            )
             used[f"GPU {i}"] = f"{busy} %, {taken / 2**30:.1f} GiB"
     return used
 
 
 def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) -> Panel:
     row = {key: value for one in rows for key, value in one.items()}  # the newest of each
-    title, total = f"{config.get('exp_name')} · {config.get('env_id')}", config.get("total_timesteps") or 1
+    title, total = (
+        f"{config.get('exp_name')} · {config.get('env_id')}",
+        config.get("total_timesteps") or 1,
+    )
     if "sps" not in row:
-        return Panel(row.get("exit_reason", "nothing logged yet"), title=title, subtitle=folder.name)
+        return Panel(
+            row.get("exit_reason", "nothing logged yet"), title=title, subtitle=folder.name
+        )
     left = max(total - row["step"], 0) / max(row["sps"], 1e-9)
     if config.get("time_limit"):
         left = min(left, max(config["time_limit"] - row["time"] + row["startup"], 0))
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    state = row.get("exit_reason") or f"{clock(left)} left" + f", silent for {clock(silent)}" * (silent > 60)
+    state = row.get("exit_reason") or f"{clock(left)} left" + f", silent for {clock(silent)}" * (
+        silent > 60
+    )
 
     def of(prefix: str, suffix: str = "") -> dict:
         names = [key for key in row if key.startswith(prefix) and key.endswith(suffix)]
         return {key[len(prefix) : len(key) - len(suffix)]: row[key] for key in names}
 
     sections = {
-        "run": {"steps": f"{row['step']:,} of {total:,}", "time": clock(row["time"]), "state": state}
+        "run": {
+            "steps": f"{row['step']:,} of {total:,}",
+            "time": clock(row["time"]),
+            "state": state,
+        }
         | {"steps/s": row["sps"], "learning rate": row["learning_rate"]},
         "this machine": machine(),
         "ranks": of("ranks/"),
         "time": {name: f"{100 * share:.0f} %" for name, share in of("time/", "_share").items()},
-        "episodes": dict([*((key, row[key]) for key in row if key.startswith("episodic")), *of("env/").items()][:12]),
+        "episodes": dict(
+            [*((key, row[key]) for key in row if key.startswith("episodic")), *of("env/").items()][
+                :12
+            ]
+        ),
         "losses": of("losses/"),
     }
     tables = []
@@ -113,8 +142,12 @@ def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) 
             what = "steps/s" if name == "sps" else name.removeprefix("env/")
             label = f"{what}: {number(min(values))} to {number(max(values))}"
             plots += [Text(label, style="bold cyan"), plot(values, width - 4, height)]
-    bar = Padding(ProgressBar(total=total, completed=min(row["step"], total)), 0)  # padded: alone it ends no line
-    return Panel(Group(bar, *plots, Columns(tables, padding=(0, 2))), title=title, subtitle=folder.name)
+    bar = Padding(
+        ProgressBar(total=total, completed=min(row["step"], total)), 0
+    )  # padded: alone it ends no line
+    return Panel(
+        Group(bar, *plots, Columns(tables, padding=(0, 2))), title=title, subtitle=folder.name
+    )
 
 
 def watch(options: Options, flags: list[str]) -> int:

@@ -25,12 +25,20 @@ import psutil
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--env-id", default="breakout", help="a PufferLib Ocean environment")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40_000_000, help="stop after this many environment steps")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="to go on after the first iteration")
-    parser.add_argument("--total-timesteps", type=int, default=40_000_000, help="to anneal the learning rate over")
+    parser.add_argument(
+        "--steps", type=int, default=40_000_000, help="stop after this many environment steps"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="to go on after the first iteration"
+    )
+    parser.add_argument(
+        "--total-timesteps", type=int, default=40_000_000, help="to anneal the learning rate over"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="where the metrics go")
     return parser
 
@@ -41,16 +49,24 @@ class Metrics:
     def __init__(self, args: argparse.Namespace, library: str, config: dict[str, Any], note: str):
         args.folder.mkdir(parents=True, exist_ok=True)
         self.args, self.note = args, note
-        self.config = {key: value for key, value in config.items() if key not in ("data_dir", "train_dir")}  # no paths
-        self.versions = {name: importlib.metadata.version(name) for name in ("torch", "pufferlib", library)}
+        self.config = {
+            key: value for key, value in config.items() if key not in ("data_dir", "train_dir")
+        }  # no paths
+        self.versions = {
+            name: importlib.metadata.version(name) for name in ("torch", "pufferlib", library)
+        }
         self.versions["python"] = platform.python_version()
-        self.scratch = args.folder / "scratch"  # for what the library itself writes; removed at the end
+        self.scratch = (
+            args.folder / "scratch"
+        )  # for what the library itself writes; removed at the end
         self.file = (args.folder / "metrics.jsonl").open("w")
         self.start = self.last_time = time.time()
         self.first = None  # when the first iteration was over, and with it compiling: --seconds count from then on
         self.step = 0
         pid = os.getpid()
-        end = lambda signum, frame: self.finish(128 + signum) if os.getpid() == pid else os._exit(143)  # noqa: E731
+        end = lambda signum, frame: (
+            self.finish(128 + signum) if os.getpid() == pid else os._exit(143)
+        )  # noqa: E731
         signal.signal(signal.SIGTERM, end)
         sys.excepthook = lambda *error: (traceback.print_exception(*error), self.finish(1))
 
@@ -58,7 +74,11 @@ class Metrics:
         """Writes a row (names with __ for a slash); returns whether training should stop."""
         now = time.time()
         self.first = self.first or now
-        row = {"step": step, "time": now - self.start, "sps": (step - self.step) / max(now - self.last_time, 1e-9)}
+        row = {
+            "step": step,
+            "time": now - self.start,
+            "sps": (step - self.step) / max(now - self.last_time, 1e-9),
+        }
         self.step, self.last_time = step, now
         self.write(row | {name.replace("__", "/"): float(value) for name, value in values.items()})
         return step >= self.args.steps or now - self.first >= self.args.seconds
@@ -70,8 +90,16 @@ class Metrics:
 
     def finish(self, code: int = 0):
         """Writes the last row and ends this process and its children, whatever the library has left."""
-        row = {"step": self.step, "time": self.last_time - self.start, "versions": self.versions, "note": self.note}
-        self.write(row | {"config": self.config, "exit_reason": f"exit code {code}" if code else "completed"})
+        row = {
+            "step": self.step,
+            "time": self.last_time - self.start,
+            "versions": self.versions,
+            "note": self.note,
+        }
+        self.write(
+            row
+            | {"config": self.config, "exit_reason": f"exit code {code}" if code else "completed"}
+        )
         # These two end by themselves, once they have removed the shared memory that the others leave.
         cleaners = ("torch_shm_manager", "multiprocessing.resource_tracker")
         for child in psutil.Process().children(recursive=True):

@@ -30,7 +30,12 @@ with contextlib.redirect_stdout(sys.stderr):
             random.seed(line["seed"])
             np.random.seed(line["seed"])
             torch.manual_seed(line["seed"])
-            config = line["space"] | {"metric": "score", "goal": "maximize", "method": "Protein", "downsample": 1}
+            config = line["space"] | {
+                "metric": "score",
+                "goal": "maximize",
+                "method": "Protein",
+                "downsample": 1,
+            }
             protein = pufferlib.sweep.Protein(config, max_suggestion_cost=line["max_cost"])
         elif "suggest" in line:
             start = time.perf_counter()

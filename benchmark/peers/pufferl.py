@@ -47,7 +47,11 @@ def main():
     emulated = ":" in args.env_id
     name = "default" if emulated else f"puffer_{args.env_id}"
     config = pufferl.load_config(name)
-    config["vec"] = {"backend": args.backend, "num_envs": NUM_ENVS if emulated else 2, "seed": args.seed}
+    config["vec"] = {
+        "backend": args.backend,
+        "num_envs": NUM_ENVS if emulated else 2,
+        "seed": args.seed,
+    }
     config["train"].update(
         device=args.device,
         compile=bool(args.compile),
@@ -59,15 +63,23 @@ def main():
     )
     if emulated:
         config["train"] |= SIZES | {"use_rnn": True}
-        vecenv = pufferlib.vector.make(functools.partial(make_gymnasium, args.env_id), **config["vec"])
+        vecenv = pufferlib.vector.make(
+            functools.partial(make_gymnasium, args.env_id), **config["vec"]
+        )
         policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=128)
-        policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, input_size=128, hidden_size=128)
+        policy = pufferlib.models.LSTMWrapper(
+            vecenv.driver_env, policy, input_size=128, hidden_size=128
+        )
     else:
         vecenv = pufferl.load_env(name, config)
         policy = pufferl.load_policy(config, vecenv)
     trainer = pufferl.PuffeRL(config["train"], vecenv, policy)
     trainer.print_dashboard = lambda *args, **kwargs: None
-    parts = {f"{part}.{key}": value for part in ("vec", "env", "policy", "rnn") for key, value in config[part].items()}
+    parts = {
+        f"{part}.{key}": value
+        for part in ("vec", "env", "policy", "rnn")
+        for key, value in config[part].items()
+    }
     metrics = Metrics(args, "heavyball", parts | config["train"], EMULATED if emulated else NOTE)
     stop = False
     while not stop:

@@ -12,7 +12,9 @@ as with 8192 and with 1024 environments as with 2048.
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last, or this file would be taken for the package of its name
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last, or this file would be taken for the package of its name
 
 import gymnasium as gym
 import numpy as np
@@ -34,7 +36,9 @@ class LinearEncoder(Encoder):
 
     def __init__(self, cfg, obs_space: gym.spaces.Dict):
         super().__init__(cfg)
-        self.net = torch.nn.Sequential(torch.nn.Linear(int(np.prod(obs_space["obs"].shape)), 128), torch.nn.GELU())
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(int(np.prod(obs_space["obs"].shape)), 128), torch.nn.GELU()
+        )
 
     def forward(self, obs_dict: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.net(obs_dict["obs"].flatten(1))
@@ -53,7 +57,10 @@ class NativeEnv(gym.Env):
         # Without env_config it is made only to be asked for its spaces.
         self.first_seed = cfg.seed + 1000 * (env_config.env_id if env_config else 0)
         self.env = env_creator(full_env_name)(num_envs=self.num_agents, seed=self.first_seed)
-        self.observation_space, self.action_space = self.env.single_observation_space, self.env.single_action_space
+        self.observation_space, self.action_space = (
+            self.env.single_observation_space,
+            self.env.single_action_space,
+        )
 
     def reset(self, **kwargs):
         return self.env.reset(self.first_seed)[0], {}
@@ -61,7 +68,13 @@ class NativeEnv(gym.Env):
     def step(self, actions: np.ndarray):
         observations, rewards, terminals, truncations, logs = self.env.step(actions)
         # Numbers in this dictionary reach the runner's policy_avg_stats.
-        return observations, rewards, terminals, truncations, {"score": logs[0]["score"]} if logs and logs[0] else {}
+        return (
+            observations,
+            rewards,
+            terminals,
+            truncations,
+            {"score": logs[0]["score"]} if logs and logs[0] else {},
+        )
 
     def close(self):
         self.env.close()
@@ -77,8 +90,12 @@ class Lines(AlgoObserver):
         step = sum(runner.env_steps.values())
         if step > self.metrics.step:
             stats = {"env__score": "score", "episodic_return": "reward"}
-            values = {ours: runner.policy_avg_stats.pop(theirs, [[]])[0] for ours, theirs in stats.items()}
-            if self.metrics.line(step, **{name: np.mean(list(value)) for name, value in values.items() if len(value)}):
+            values = {
+                ours: runner.policy_avg_stats.pop(theirs, [[]])[0] for ours, theirs in stats.items()
+            }
+            if self.metrics.line(
+                step, **{name: np.mean(list(value)) for name, value in values.items() if len(value)}
+            ):
                 self.metrics.finish()
 
 
@@ -86,7 +103,9 @@ def main():
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--agents", type=int, default=1024, help="environments in all")
     parser.add_argument("--batch-size", type=int, default=1024, help="steps per minibatch")
-    parser.add_argument("--serial", type=int, default=0, help="1: everything in one process, synchronously")
+    parser.add_argument(
+        "--serial", type=int, default=0, help="1: everything in one process, synchronously"
+    )
     args = parser.parse_args()
     name = f"puffer_{args.env_id}"
     register_env(name, NativeEnv)
@@ -105,7 +124,9 @@ def main():
         "num_envs_per_worker": groups,
         "worker_num_splits": groups,
         "batch_size": args.batch_size,
-        "num_batches_per_epoch": args.agents * 32 // args.batch_size,  # an iteration is one rollout, 32 steps, of all
+        "num_batches_per_epoch": args.agents
+        * 32
+        // args.batch_size,  # an iteration is one rollout, 32 steps, of all
         "reward_clip": 1.0,
         "rnn_type": "lstm",
         "rnn_size": 128,
@@ -118,7 +139,10 @@ def main():
     cfg, runner = make_runner(cfg)
     chosen = ["rollout", "num_epochs", "learning_rate", "gamma", "gae_lambda", "ppo_clip_ratio"]
     metrics = Metrics(
-        args, "sample-factory", ours | {key: getattr(cfg, key) for key in [*chosen, "exploration_loss_coeff"]}, NOTE
+        args,
+        "sample-factory",
+        ours | {key: getattr(cfg, key) for key in [*chosen, "exploration_loss_coeff"]},
+        NOTE,
     )
     runner.register_observer(Lines(metrics))
     runner.init()

@@ -29,18 +29,54 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 NOTE = "512 environments x 16 steps, minibatches of 4096: fastest of eleven sizes tried; otherwise rl-zoo's for Atari"
-ATARI = {"n_epochs": 4, "learning_rate": 2.5e-4, "clip_range": 0.1, "ent_coef": 0.01, "vf_coef": 0.5}
-ATARI |= {"gamma": 0.99, "gae_lambda": 0.95, "max_grad_norm": 0.5, "linear": ["learning_rate", "clip_range"]}
-GYMNASIUM = {"n_steps": 64, "batch_size": 1024, "n_epochs": 4, "learning_rate": 1e-3, "gamma": 0.99, "gae_lambda": 0.95}
-GYMNASIUM_NOTE = "64 environments x 64 steps, minibatches of 1024, four epochs, 1e-3: its own defaults otherwise"
+ATARI = {
+    "n_epochs": 4,
+    "learning_rate": 2.5e-4,
+    "clip_range": 0.1,
+    "ent_coef": 0.01,
+    "vf_coef": 0.5,
+}
+ATARI |= {
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "max_grad_norm": 0.5,
+    "linear": ["learning_rate", "clip_range"],
+}
+GYMNASIUM = {
+    "n_steps": 64,
+    "batch_size": 1024,
+    "n_epochs": 4,
+    "learning_rate": 1e-3,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+}
+GYMNASIUM_NOTE = (
+    "64 environments x 64 steps, minibatches of 1024, four epochs, 1e-3: its own defaults otherwise"
+)
 # By the task's name: rl-zoo's ppo_lstm.yml.
-PENDULUM = {"n_steps": 1024, "n_epochs": 10, "learning_rate": 1e-3, "clip_range": 0.2, "gamma": 0.9, "gae_lambda": 0.95}
+PENDULUM = {
+    "n_steps": 1024,
+    "n_epochs": 10,
+    "learning_rate": 1e-3,
+    "clip_range": 0.2,
+    "gamma": 0.9,
+    "gae_lambda": 0.95,
+}
 PENDULUM |= {"n_envs": 4, "normalize": True, "use_sde": True, "sde_sample_freq": 4}
-PENDULUM["policy_kwargs"] = {"ortho_init": False, "activation_fn": torch.nn.ReLU, "net_arch": {"pi": [64], "vf": [64]}}
+PENDULUM["policy_kwargs"] = {
+    "ortho_init": False,
+    "activation_fn": torch.nn.ReLU,
+    "net_arch": {"pi": [64], "vf": [64]},
+}
 PENDULUM["policy_kwargs"]["lstm_hidden_size"] = 64
 BULLET = {"n_steps": 256, "n_epochs": 10, "batch_size": 128, "gamma": 0.99, "gae_lambda": 0.9}
 BULLET |= {"n_envs": 16, "normalize": True}
-BULLET["policy_kwargs"] = {"ortho_init": False, "activation_fn": torch.nn.ReLU, "net_arch": [], "lstm_hidden_size": 128}
+BULLET["policy_kwargs"] = {
+    "ortho_init": False,
+    "activation_fn": torch.nn.ReLU,
+    "net_arch": [],
+    "lstm_hidden_size": 128,
+}
 CONTROL = {"tasks:PendulumNoVel-v1": PENDULUM, "tasks:HalfCheetahNoVel-v4": BULLET}
 CONTROL["tasks:HopperNoVel-v4"] = BULLET | {"clip_range": 0.4, "linear": ["clip_range"]}
 CONTROL_NOTE = "rl-zoo's own settings: of PendulumNoVel-v1, or of PyBullet's HalfCheetah and Hopper"
@@ -52,7 +88,9 @@ class Encoder(BaseFeaturesExtractor):
     def __init__(self, observation_space: gym.Space, features_dim: int = 128):
         super().__init__(observation_space, features_dim)
         self.net = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(int(np.prod(observation_space.shape)), features_dim), torch.nn.GELU()
+            torch.nn.Flatten(),
+            torch.nn.Linear(int(np.prod(observation_space.shape)), features_dim),
+            torch.nn.GELU(),
         )
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
@@ -85,7 +123,12 @@ class NativeVecEnv(VecEnv):
         if dones.any():
             self.episodic_returns += self.returns[dones].tolist()
             self.returns[dones] = 0
-        return observations.copy(), rewards.clip(-1, 1), dones, self.infos  # the C environments write in place
+        return (
+            observations.copy(),
+            rewards.clip(-1, 1),
+            dones,
+            self.infos,
+        )  # the C environments write in place
 
     def close(self):
         self.env.close()
@@ -139,17 +182,38 @@ def main():
     policy = network | {"features_extractor_class": Encoder}
     if args.env_id in CONTROL:
         config, note = dict(CONTROL[args.env_id]), CONTROL_NOTE
-        env, policy = make_vec_env(args.env_id, config.pop("n_envs"), args.seed), config.pop("policy_kwargs")
+        env, policy = (
+            make_vec_env(args.env_id, config.pop("n_envs"), args.seed),
+            config.pop("policy_kwargs"),
+        )
         network = {key: str(value) for key, value in policy.items()}
         env = VecNormalize(env) if config.pop("normalize") else env
     elif ":" in args.env_id:
-        env, config, note = make_vec_env(args.env_id, 64, args.seed), dict(GYMNASIUM), GYMNASIUM_NOTE
+        env, config, note = (
+            make_vec_env(args.env_id, 64, args.seed),
+            dict(GYMNASIUM),
+            GYMNASIUM_NOTE,
+        )
     else:
         env = NativeVecEnv(args.env_id, args.num_envs, args.seed)
         config, note = ATARI | {"n_steps": args.num_steps, "batch_size": args.batch_size}, NOTE
-    linear = {key: (lambda left, first=config[key]: left * first) for key in config.pop("linear", [])}
-    model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs=policy, seed=args.seed, device="cpu", **(config | linear))
-    metrics = Metrics(args, "sb3-contrib", config | network | {"n_envs": env.num_envs, "linear": list(linear)}, note)
+    linear = {
+        key: (lambda left, first=config[key]: left * first) for key in config.pop("linear", [])
+    }
+    model = RecurrentPPO(
+        "MlpLstmPolicy",
+        env,
+        policy_kwargs=policy,
+        seed=args.seed,
+        device="cpu",
+        **(config | linear),
+    )
+    metrics = Metrics(
+        args,
+        "sb3-contrib",
+        config | network | {"n_envs": env.num_envs, "linear": list(linear)},
+        note,
+    )
     model.learn(args.total_timesteps, callback=Lines(metrics))
     metrics.finish()
 

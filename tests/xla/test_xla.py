@@ -11,7 +11,16 @@ import psutil
 import pytest
 import test_runs
 import torch
-from conftest import PYTHON, ROOT, SMALL, end_of, environment, read_metrics, run_script, start_script
+from conftest import (
+    PYTHON,
+    ROOT,
+    SMALL,
+    end_of,
+    environment,
+    read_metrics,
+    run_script,
+    start_script,
+)
 from test_algorithm import loop_over_cells, recurrence, trajectory
 from test_runs import equal, started, wait_for
 
@@ -26,10 +35,19 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # in a third of the tim
 
 def launcher(devices: int = 1, flags: str = QUICK_TO_COMPILE) -> tuple[str, ...]:
     # -u: what this process told its own runtime
-    return ("env", "-u", "XLA_USE_SPMD", f"CPU_NUM_DEVICES={devices}", f"XLA_FLAGS={flags}", *PYTHON)
+    return (
+        "env",
+        "-u",
+        "XLA_USE_SPMD",
+        f"CPU_NUM_DEVICES={devices}",
+        f"XLA_FLAGS={flags}",
+        *PYTHON,
+    )
 
 
-def run_xla(*arguments, cwd, devices: int = 1, flags: str = QUICK_TO_COMPILE, **kwargs) -> subprocess.CompletedProcess:
+def run_xla(
+    *arguments, cwd, devices: int = 1, flags: str = QUICK_TO_COMPILE, **kwargs
+) -> subprocess.CompletedProcess:
     return run_script(
         *ON_CPU,
         *arguments,
@@ -80,7 +98,10 @@ def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradi
     (outputs * outer.to(device)).sum().backward()
     _, h, c, *_ = xla.lstm_forward(ours.detach(), *inputs)
     torch.testing.assert_close(
-        [t.detach().cpu() for t in (outputs, h, c)], [expected, last_h, last_c], atol=1e-5, rtol=1e-5
+        [t.detach().cpu() for t in (outputs, h, c)],
+        [expected, last_h, last_c],
+        atol=1e-5,
+        rtol=1e-5,
     )
     torch.testing.assert_close(ours.grad.cpu(), theirs.grad, atol=1e-5, rtol=1e-5)
     for name, parameter in cell.named_parameters():
@@ -93,15 +114,23 @@ def test_policy_steps_go_through_the_states_of_the_scan(device):
     agent.to(device)
     with torch.no_grad():
         weights = agent.lstm_weights()
-        _, last_h, last_c, *_ = xla.lstm_forward(x.to(device), h.to(device), c.to(device), dones.to(device), *weights)
+        _, last_h, last_c, *_ = xla.lstm_forward(
+            x.to(device), h.to(device), c.to(device), dones.to(device), *weights
+        )
         h, c = h.to(device), c.to(device)
         for t in range(len(x)):
-            _, h, c, *_ = xla.lstm_forward(x[t : t + 1].to(device), h, c, dones[t : t + 1].to(device), *weights)
-    torch.testing.assert_close((h.cpu(), c.cpu()), (last_h.cpu(), last_c.cpu()), atol=1e-5, rtol=1e-5)
+            _, h, c, *_ = xla.lstm_forward(
+                x[t : t + 1].to(device), h, c, dones[t : t + 1].to(device), *weights
+            )
+    torch.testing.assert_close(
+        (h.cpu(), c.cpu()), (last_h.cpu(), last_c.cpu()), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_advantages_and_draws_are_those_of_the_reference(device):
-    values, rewards, dones, ratio = (torch.tensor(x, dtype=torch.float32) for x in trajectory(T=12, N=64))
+    values, rewards, dones, ratio = (
+        torch.tensor(x, dtype=torch.float32) for x in trajectory(T=12, N=64)
+    )
     uniform, valid = torch.rand(65), (torch.rand(13, 64) < 0.9).float()
     beta, args = torch.tensor(0.4), ppo.Args(gamma=0.97, num_steps=12, minibatch_size=12 * 16)
     expected = ppo.draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
@@ -123,7 +152,14 @@ def test_image_encoder_and_gaussian_head_are_those_of_the_reference(device):
     observations = torch.randint(0, 256, (5, 36, 36, 3), dtype=torch.uint8)
     with torch.no_grad():
         weights, noise = agent.lstm_weights(), agent.sampling_noise(5)
-        inputs = observations, torch.zeros(5), torch.zeros(5, 16), torch.zeros(5, 16), *weights, noise
+        inputs = (
+            observations,
+            torch.zeros(5),
+            torch.zeros(5, 16),
+            torch.zeros(5, 16),
+            *weights,
+            noise,
+        )
         expected = ppo.act(agent, *inputs)
         results = xla.act(ours.to(device), *(tensor.to(device) for tensor in inputs))
     for result, value in zip(results, expected, strict=True):
@@ -172,7 +208,9 @@ def test_first_update_is_the_references(tmp_path, optimizer):
 )
 def test_ratio_is_one_before_the_first_update(tmp_path, arguments):
     """One update per iteration: each sees the policy that acted, over episodes that end inside segments."""
-    rows = read_metrics(succeed(*arguments, "--minibatch-size", STEPS, "--prio-alpha", "0", cwd=tmp_path))
+    rows = read_metrics(
+        succeed(*arguments, "--minibatch-size", STEPS, "--prio-alpha", "0", cwd=tmp_path)
+    )
     assert len(rows) == 8
     for row in rows:
         assert row["losses/clipfrac"] == 0
@@ -234,7 +272,9 @@ result = xla.rows_of_this_host(stored[at, slice(0, 8)][0])
 assert result.tolist() == (rows + 1).tolist(), result
 """
     words = [*launcher(devices=4), "-c", program]
-    result = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -251,10 +291,25 @@ def test_breakout_learns_to_keep_the_ball(tmp_path):
 
 def test_bfloat16_acts_and_recomputes_the_same_policy(three_iterations, tmp_path):
     """XLA's CPU device emulates it. The policy is that of float32 but for rounding, and so is its ratio before an update."""
-    arguments = ["--total-timesteps", STEPS, "--precision", "bfloat16", "--minibatch-size", STEPS, "--prio-alpha", "0"]
+    arguments = [
+        "--total-timesteps",
+        STEPS,
+        "--precision",
+        "bfloat16",
+        "--minibatch-size",
+        STEPS,
+        "--prio-alpha",
+        "0",
+    ]
     (row,) = read_metrics(succeed(*arguments, cwd=tmp_path))
-    assert row["losses/entropy"] == pytest.approx(read_metrics(three_iterations)[0]["losses/entropy"], rel=0.01)
-    assert abs(row["losses/importance"] - 1) < 0.01 and row["losses/clipfrac"] == 0 and row["losses/grad_norm"] > 0
+    assert row["losses/entropy"] == pytest.approx(
+        read_metrics(three_iterations)[0]["losses/entropy"], rel=0.01
+    )
+    assert (
+        abs(row["losses/importance"] - 1) < 0.01
+        and row["losses/clipfrac"] == 0
+        and row["losses/grad_norm"] > 0
+    )
 
 
 def test_same_seed_gives_the_same_run(finished, tmp_path):
@@ -265,18 +320,24 @@ def test_same_seed_gives_the_same_run(finished, tmp_path):
 # Checkpoints and files.
 
 
-@pytest.mark.parametrize(("first", "second"), [("xla", "xla"), ("xla", "reference"), ("reference", "xla")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("xla", "xla"), ("xla", "reference"), ("reference", "xla")]
+)
 def test_runs_resume_in_each_other(tmp_path, first, second):
     runners = {"xla": run_xla, "reference": run_script}
     run = succeed("--total-timesteps", 4 * STEPS, cwd=tmp_path, runner=runners[first])
-    resumed = succeed("--resume", "latest", "--total-timesteps", 6 * STEPS, cwd=tmp_path, runner=runners[second])
+    resumed = succeed(
+        "--resume", "latest", "--total-timesteps", 6 * STEPS, cwd=tmp_path, runner=runners[second]
+    )
     assert resumed == run
     rows = read_metrics(run)
     assert [row["step"] for row in rows] == [STEPS * i for i in range(1, 7)]
     before, after = by_iteration(run, "trainer")
     updates = 2  # minibatches of an iteration
     for state, iterations in (before, 4), (after, 6):
-        assert all(int(entry["step"]) == iterations * updates for entry in state["optimizers"][1].values())
+        assert all(
+            int(entry["step"]) == iterations * updates for entry in state["optimizers"][1].values()
+        )
     assert rows[4]["learning_rate"] == pytest.approx(0.06 * 64 ** (-4 / 6))
 
 
@@ -287,21 +348,30 @@ def test_resumed_parameters_and_momenta_are_the_saved_ones(finished, device):
     agent = xla.Agent(envs.single_observation_space, envs.single_action_space, 32).to(device)
     optimizers = xla.make_optimizers(agent, xla.Args(learning_rate=0.015))
     xla.load_state(agent, optimizers, xla.Args(), saved)
-    on_cpu = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), agent.state_dict())
+    on_cpu = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().cpu(), agent.state_dict()
+    )
     assert equal(dict(on_cpu), saved["model"])
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    assert equal(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, states), saved["optimizers"])
+    assert equal(
+        torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, states),
+        saved["optimizers"],
+    )
 
 
 def test_sigterm_saves_and_kill_leaves_a_resumable_run(tmp_path):
     options = {"launcher": launcher(), "script": XLA, "small": False, "cwd": tmp_path}
-    process, run = started(*ON_CPU, "--total-timesteps", "100_000_000", "--checkpoint-interval", "5", **options)
+    process, run = started(
+        *ON_CPU, "--total-timesteps", "100_000_000", "--checkpoint-interval", "5", **options
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
     assert end_of(run)["exit_reason"] == "sigterm"
     saved = by_iteration(run, "trainer")[-1]["iteration"]
     process = start_script("--device", "cpu", "--resume", "latest", **options)
-    wait_for(lambda: by_iteration(run, "trainer")[-1]["iteration"] >= saved + 5, process, timeout=120)
+    wait_for(
+        lambda: by_iteration(run, "trainer")[-1]["iteration"] >= saved + 5, process, timeout=120
+    )
     process.kill()
     process.wait()
     last = by_iteration(run, "trainer")[-1]["iteration"]
@@ -336,6 +406,10 @@ def test_wrong_argument_is_one_line(tmp_path, arguments, says):
 
 
 def test_a_runtime_that_does_not_start_is_one_line(tmp_path):
-    result = run_script("--device", "cpu", cwd=tmp_path, launcher=launcher(devices=0), small=False, script=XLA)
+    result = run_script(
+        "--device", "cpu", cwd=tmp_path, launcher=launcher(devices=0), small=False, script=XLA
+    )
     assert result.returncode == 2, result.stderr
-    assert "error: --device cpu: does not start" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "error: --device cpu: does not start" in result.stderr and "Traceback" not in result.stderr
+    )
