@@ -29,7 +29,7 @@ PIP = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(if $(UV),uv pip install --quiet --python $(1)/bin/python,$(PIP))
 
 # Without an NVIDIA driver the CPU build of torch, where pip is set up to find it; otherwise the index's default (CUDA).
-$(VENV)/.installed: requirements.txt install_pufferlib.sh
+$(VENV)/.installed: requirements.txt install_pufferlib.sh pufferlib.patch adapters.py
 	$(call make_venv,$(VENV),14,3)
 	@if ! command -v nvidia-smi >/dev/null && $(call PIP,$(VENV)) "torch==$(TORCH)+cpu" 2>/dev/null; \
 		then echo "torch $(TORCH), CPU build"; \
@@ -38,7 +38,7 @@ $(VENV)/.installed: requirements.txt install_pufferlib.sh
 
 setup-xla: $(VENV_XLA)/.installed  ## make .venv-xla with torch_xla and the torch that it needs (9 GB)
 
-$(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh
+$(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh pufferlib.patch adapters.py
 	$(call make_venv,$(VENV_XLA),13,10, by torch_xla $(TORCH_XLA))
 	@$(call INSTALL,$(VENV_XLA)) "torch==$(TORCH_XLA)" "torch_xla$(if $(TPU),[tpu])==$(TORCH_XLA)"
 	$(call install_rest,$(VENV_XLA))

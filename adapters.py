@@ -6,11 +6,10 @@ observation is seen, and a truncated episode can be bootstrapped from it.
 """
 
 import importlib
-import importlib.util
 import inspect
 import os
+import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -18,13 +17,21 @@ import gymnasium as gym
 import numpy as np
 import pufferlib
 import pufferlib.vector
-from gymnasium.vector import AutoresetMode
+from gymnasium.envs.registration import load_env_creator
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from pufferlib import APIUsageError, env_seed
 from pufferlib.ocean import environment as ocean
-from pufferlib.vector import env_seed
+
+BROKEN = ("connect4", "impulse_wars", "school", "tactical")  # in PufferLib 3.0.0
+OCEAN = [name for name, value in ocean.MAKE_FUNCTIONS.items() if isinstance(value, str)]
+OCEAN = sorted(set(OCEAN) - set(BROKEN))
 
 
 def note(text: str):
     print(text, file=sys.stderr, flush=True)
+
+
+# Observations -------------------------------------------------------------------------------------
 
 
 def is_pixels(space: gym.Space) -> bool:
@@ -33,278 +40,288 @@ def is_pixels(space: gym.Space) -> bool:
     return space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 8
 
 
-def flat_observations(space: gym.Space, quiet: bool) -> tuple[gym.spaces.Box, Callable]:
-    """The Box that the network sees of a space, and the function from an observation to its array.
-
-    A Box stays as it is, in float32 unless it is pixels. All else becomes one vector in the order
-    of Gymnasium's FlattenObservation: numbers one-hot, what goes from 0 to 255 in [0, 1].
-    """
-    if isinstance(space, gym.spaces.Box) and space.shape:
-        if is_pixels(space):
-            return space, np.asarray
-        return gym.spaces.Box(-np.inf, np.inf, space.shape, np.float32), np.asarray
-    if isinstance(space, gym.spaces.Dict):
-        kept = OrderedDict(space.spaces)
-        for key, part in space.spaces.items():
-            if is_text(part):
-                del kept[key]
-                remark = f"observation: {key} is text, and left out"
-            elif is_pixels(part):
-                remark = f"observation: {key} is an image in a Dict, and flattened: see recipes/"
-            else:
-                continue
-            if not quiet:
-                note(remark)
-        space = gym.spaces.Dict(kept)
-    flat = None
-    if not is_text(space) and space.is_np_flattenable:
-        flat = gym.spaces.flatten_space(space)
-    if not isinstance(flat, gym.spaces.Box) or flat.shape == (0,):
-        raise pufferlib.APIUsageError(
-            f"an observation space of {name_of(space)} is not supported; wrap the environment "
-            "(docs/environments.md)"
-        )
-    scale = np.where((flat.low == 0) & (flat.high == 255), 1 / 255, 1.0)
-    seen = gym.spaces.Box(-np.inf, np.inf, flat.shape, np.float32)
-    return seen, lambda observation: gym.spaces.flatten(space, observation) * scale
-
-
 def is_text(space: gym.Space) -> bool:
     """Text, or another space of strings, as MiniGrid's MissionSpace."""
     return space.dtype is not None and np.dtype(space.dtype).kind == "U"
 
 
-def name_of(space: gym.Space) -> str:
-    """Its type, and those of its parts: Dict(a: Box, b: Graph)."""
-    if isinstance(space, gym.spaces.Dict):
-        parts = [f"{key}: {name_of(part)}" for key, part in space.spaces.items()]
-    elif isinstance(space, gym.spaces.Tuple):
-        parts = [name_of(part) for part in space.spaces]
+def leaves(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, gym.Space]]:
+    """The parts of Dicts and Tuples with the keys that lead to them, as FlattenObservation goes."""
+    if isinstance(space, Dict | Tuple):
+        parts = space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            yield from leaves(part, (*path, key))
     else:
-        return type(space).__name__
-    return f"{type(space).__name__}({', '.join(parts)})"
+        yield path, space
+
+
+def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
+    """Its array. Sides of 1 may be there or not."""
+    array = np.asarray(observation)
+    if array.shape != shape:
+        if np.squeeze(array).shape != tuple(side for side in shape if side != 1):
+            raise ValueError(f"its shape is {array.shape}, and should be {shape}")
+        array = array.reshape(shape)
+    return array
+
+
+def number(value) -> float:
+    """Of whatever holds one: a number, an array of shape (1,), a Decimal."""
+    return value if isinstance(value, (float, int)) else float(np.squeeze(value))
+
+
+def vector_writer(space: gym.Space) -> tuple[int, Callable]:
+    """How many numbers an observation becomes, and the function that writes them into such a row.
+
+    What goes from 0 to 255 is written as 0 to 1, and a choice as one-hot.
+    """
+    if isinstance(space, Box):
+        scale = np.where((space.low == 0) & (space.high == 255), 1 / 255, 1).ravel()
+
+        def write(row: np.ndarray, observation):
+            row[:] = as_shape(observation, space.shape).ravel() * scale
+
+        return scale.size, write
+    if isinstance(space, MultiBinary):
+
+        def write(row: np.ndarray, observation):
+            row[:] = as_shape(observation, space.shape).ravel()
+
+        return int(np.prod(space.shape)), write
+    if isinstance(space, Discrete):
+        first = int(space.start)
+        count = int(space.n)
+
+        def write(row: np.ndarray, observation):
+            index = int(number(observation)) - first
+            if not 0 <= index < count:
+                raise ValueError(f"it is {observation}, and should be in {space}")
+            row[:] = 0
+            row[index] = 1
+
+        return count, write
+    if isinstance(space, MultiDiscrete):
+        counts = space.nvec.ravel()
+        offsets = np.cumsum(counts) - counts
+
+        def write(row: np.ndarray, observation):
+            index = (as_shape(observation, space.shape) - space.start).ravel().astype(int)
+            if (index < 0).any() or (index >= counts).any():
+                raise ValueError(f"it is {observation}, and should be in {space}")
+            row[:] = 0
+            row[offsets + index] = 1
+
+        return int(counts.sum()), write
+    raise APIUsageError(
+        f"an observation of {type(space).__name__} is not supported; wrap the environment, as "
+        "docs/environments.md says"
+    )
+
+
+def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable, dict]:
+    """What the network sees of a space: its Box, the function that writes it, and its columns.
+
+    write(row, observation): the row is an array of the Box's shape. A Box stays as it is, in
+    float32 unless it is pixels. All else becomes one vector of its parts, and columns says where
+    which is: outer/inner to a slice and the part's own space. Raises pufferlib.APIUsageError.
+    """
+    if isinstance(space, Box) and space.shape:
+        if is_pixels(space):
+            seen = space
+        else:
+            seen = Box(-np.inf, np.inf, space.shape, np.float32)
+            if len(space.shape) > 1 and sorted(space.shape)[-2] >= 36:
+                remark(f"observation: no image but numbers, {space.dtype} of shape {space.shape}")
+
+        def write(row: np.ndarray, observation):
+            row[...] = as_shape(observation, space.shape)
+
+        return seen, write, {}
+    columns = {}
+    writers = []
+    size = 0
+    for path, part in leaves(space):
+        name = "/".join(map(str, path))
+        if path and is_text(part):
+            remark(f"observation: {name} is text, and left out")
+            continue
+        if is_pixels(part):
+            remark(f"observation: {name} is an image, and flattened; see recipes/dict_image.patch")
+        width, write_part = vector_writer(part)
+        columns[name] = slice(size, size + width), part
+        writers.append((path, columns[name][0], write_part))
+        size += width
+    if size == 0:
+        raise APIUsageError("an observation without any number is not supported")
+
+    def write(row: np.ndarray, observation):
+        for path, part_columns, write_part in writers:
+            part = observation
+            for key in path:
+                part = part[key]
+            write_part(row[part_columns], part)
+
+    return Box(-np.inf, np.inf, (size,), np.float32), write, columns
+
+
+# Actions ------------------------------------------------------------------------------------------
 
 
 def flat_actions(space: gym.Space) -> tuple[gym.Space, Callable]:
-    """The Box or MultiDiscrete that the policy acts in, and the function to the space's own action.
+    """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
+    actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
+    if not isinstance(space, Box):
+        counts, own_actions = choices(space)
+        return MultiDiscrete(counts), own_actions
+    with np.errstate(over="ignore"):  # a float64's bound may be no float32
+        low = space.low.ravel().astype(np.float32)
+        high = space.high.ravel().astype(np.float32)
 
-    Supported are Box, Discrete, MultiDiscrete, MultiBinary, and a Dict or Tuple of the last three.
-    """
-    if isinstance(space, gym.spaces.Box):
-        low = np.ravel(space.low).astype(np.float32)
-        high = np.ravel(space.high).astype(np.float32)
-        flat = gym.spaces.Box(low, high, dtype=np.float32)
-        return flat, lambda numbers: np.asarray(numbers, space.dtype).reshape(space.shape)
-    if isinstance(space, gym.spaces.Discrete):
-        return gym.spaces.MultiDiscrete([space.n]), lambda numbers: space.start + int(numbers[0])
-    if isinstance(space, gym.spaces.Dict):
-        parts = space.spaces
-    elif isinstance(space, gym.spaces.Tuple):
-        parts = dict(enumerate(space.spaces))
-    else:
-        parts = {0: space}
-    nvec = []
-    slots = []  # of each part: its key, where its numbers are, their shape, the first one's name
-    for key, part in parts.items():
-        if isinstance(part, gym.spaces.Discrete):
-            counts = np.asarray(part.n)
-        elif isinstance(part, gym.spaces.MultiDiscrete):
-            counts = part.nvec
-        elif isinstance(part, gym.spaces.MultiBinary):
-            counts = np.full(part.shape, 2)
-        else:
-            raise pufferlib.APIUsageError(
-                f"an action space of {name_of(space)} is not supported; wrap the environment "
-                "(docs/environments.md)"
-            )
-        rows = slice(len(nvec), len(nvec) + counts.size)
-        start = np.asarray(getattr(part, "start", 0), part.dtype)
-        slots.append((key, rows, counts.shape, start))
-        nvec += counts.ravel().tolist()
+    def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
+        own = numbers.reshape(-1, *space.shape)
+        if space.dtype != np.float32:  # whose bounds float32 may miss by a little
+            own = own.astype(np.float64).clip(space.low, space.high)
+        if space.dtype.kind != "f":
+            own = own.round()
+        own = own.astype(space.dtype)  # a copy: the environment may keep it, or change it
+        return [own[i, ...] for i in range(len(own))]
 
-    def action(numbers: np.ndarray):
-        own = {}
-        for key, rows, shape, start in slots:
-            own[key] = start + numbers[rows].reshape(shape).astype(start.dtype)
-        if isinstance(space, gym.spaces.Dict):
-            return own
-        if isinstance(space, gym.spaces.Tuple):
-            return tuple(own.values())
-        return own[0]
-
-    return gym.spaces.MultiDiscrete(nvec), action
+    return Box(low, high, dtype=np.float32), own_actions
 
 
-def numbers_in(info: Mapping, prefix: str = "") -> Iterator[tuple[str, float]]:
+def choices(space: gym.Space) -> tuple[list[int], Callable]:
+    """The numbers of choices that an action consists of, and the function as in `flat_actions`."""
+    if isinstance(space, Discrete):
+        return [int(space.n)], lambda numbers: list(numbers[:, 0] + space.start)
+    if isinstance(space, MultiDiscrete | MultiBinary):
+        start = getattr(space, "start", 0)
+        nvec = getattr(space, "nvec", np.full(space.shape, 2))
+
+        def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
+            return list((numbers.reshape(-1, *space.shape) + start).astype(space.dtype))
+
+        return nvec.ravel().tolist(), own_actions
+    if not isinstance(space, Dict | Tuple):
+        raise APIUsageError(
+            f"an action of {type(space).__name__} is not supported here; wrap the environment, as "
+            "docs/environments.md says"
+        )
+    names = list(space.spaces) if isinstance(space, Dict) else None
+    parts = space.spaces.values() if isinstance(space, Dict) else space.spaces
+    counts = []
+    slots = []
+    for part in parts:
+        part_counts, own_part_actions = choices(part)
+        slots.append((slice(len(counts), len(counts) + len(part_counts)), own_part_actions))
+        counts += part_counts
+
+    def own_actions(numbers: np.ndarray) -> list:
+        own = zip(*(own_part_actions(numbers[:, columns]) for columns, own_part_actions in slots))
+        return list(own) if names is None else [dict(zip(names, values)) for values in own]
+
+    return counts, own_actions
+
+
+# Environments -------------------------------------------------------------------------------------
+
+
+def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of an info by their names, those of a dictionary in it as outer/inner."""
-    for key, value in info.items():
+    for key, value in (info or {}).items():
         if isinstance(value, Mapping):
             yield from numbers_in(value, f"{prefix}{key}/")
-        elif isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
-            yield f"{prefix}{key}", float(value.item())
-        elif isinstance(value, bool | int | float | np.number | np.bool_) and np.isrealobj(value):
+        elif isinstance(value, np.ndarray | np.generic):
+            if value.size == 1 and value.dtype.kind in "biuf":
+                yield f"{prefix}{key}", float(value.item())
+        elif isinstance(value, bool | int | float):
             yield f"{prefix}{key}", float(value)
 
 
-class OneAgent:
-    """A Gymnasium environment with PettingZoo's interface. Its one agent is called 0."""
-
-    possible_agents = (0,)
-
-    def __init__(self, gym_id: str, **kwargs):
-        self.env = gym.make(gym_id, **kwargs)
-        self.agents = []
-
-    def observation_space(self, _):
-        return self.env.observation_space
-
-    def action_space(self, _):
-        return self.env.action_space
-
-    def reset(self, seed: int | None = None):
-        observation, info = self.env.reset(seed=seed)
-        self.agents = [0]
-        return {0: observation}, {0: info}
-
-    def step(self, actions: dict):
-        observation, reward, terminated, truncated, info = self.env.step(actions[0])
-        if terminated or truncated:
-            self.agents = []
-        return {0: observation}, {0: reward}, {0: terminated}, {0: truncated}, {0: info}
-
-    def render(self):
-        return self.env.render()
-
-    def close(self):
-        self.env.close()
-
-
 class AdaptedEnvs(pufferlib.PufferEnv):
-    """So many environments that `make` makes, stepped one after the other into PufferLib's buffers.
+    """num_envs environments that make_one makes, stepped in turn, written into PufferLib's buffers.
 
-    make: a Gymnasium id, or a callable that returns an object with PettingZoo's parallel interface;
-    it gets kwargs. Rows of the buffers are environments times agents. An agent that is gone while
-    others play on has mask False.
-    Raises pufferlib.APIUsageError.
+    A row of the buffers is an agent; its mask is False while it is not there. workers: buf is that
+    of a worker process, and without one only the spaces are asked for. Raises
+    pufferlib.APIUsageError, for spaces at once, for what is against them in reset and step, and
+    FloatingPointError.
     """
 
-    autoreset_mode = AutoresetMode.NEXT_STEP
+    env_number = 0  # PufferLib's, of this object among those of the workers
 
-    def __init__(self, make: Callable | str, num_envs: int = 1, buf=None, seed: int = 0, **kwargs):
-        self.make = partial(OneAgent, make) if isinstance(make, str) else make
-        self.make = partial(self.make, **kwargs)
+    def __init__(
+        self, make_one: Callable, num_envs: int = 1, buf=None, seed: int = 0, workers: bool = False
+    ):
+        self.make_one = make_one
         self.num_envs = num_envs
-        self.envs = [
-            self.make()
-        ]  # the others at the first reset: to know the spaces, one is enough
-        self.agents = list(self.envs[0].possible_agents)
-        self.warned = False
-        self.steps = np.zeros(num_envs, int)  # of each environment since the start
-        observation_space = self.common(self.envs[0].observation_space, "observations")
-        action_space = self.common(self.envs[0].action_space, "actions")
-        flat = flat_observations(observation_space, quiet=buf is not None)
-        self.single_observation_space, self.flatten = flat
-        self.single_action_space, self.action = flat_actions(action_space)
+        self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
+        self.over = [True] * num_envs  # the next step is a reset
+        self.steps = 0
+        remark = note if buf is None else lambda text: None  # in a worker: said already
+        observation_space, action_space = self.spaces()
         self.num_agents = num_envs * len(self.agents)
+        observed = flat_observations(observation_space, remark)
+        self.single_observation_space, self.write, self.columns = observed
+        self.single_action_space, self.own_actions = flat_actions(action_space)
         super().__init__(buf)
-
-    def common(self, space_of: Callable, what: str) -> gym.Space:
-        """The space of every agent."""
-        first = self.agents[0]
-        for agent in self.agents:
-            if space_of(agent) != space_of(first):
-                raise pufferlib.APIUsageError(
-                    f"agents {first} and {agent} have different spaces of {what}; pad them: "
-                    f"supersuit.pad_{'observations' if what == 'observations' else 'action_space'}_v0"
-                )
-        return space_of(first)
+        if workers and buf is None:
+            self.close()
 
     def reset(self, seed: int = 0):
         while len(self.envs) < self.num_envs:
-            self.envs.append(self.make())
-        for number, env in enumerate(self.envs):
-            observations, _ = env.reset(seed=env_seed(seed, number))
-            self.begin(number, observations)
+            self.envs.append(self.make_one())
+        self.clear()
+        for i in range(self.num_envs):
+            self.reset_one(i, seed=env_seed(seed, i))
         self.check_finite()
         return self.observations, []
 
     def step(self, actions: np.ndarray):
+        self.steps += 1
+        self.clear()
         infos = []
-        for number, env in enumerate(self.envs):
-            first = number * len(self.agents)
-            self.steps[number] += 1
-            playing = list(env.agents)
-            if not playing:
-                observations, _ = env.reset()
-                self.begin(number, observations)
-                continue
-            own = {agent: self.action(actions[self.row(first, agent)]) for agent in playing}
-            observations, rewards, terminations, truncations, agents_infos = env.step(own)
-            self.clear(first)
-            for agent in playing:
-                row = self.row(first, agent)
-                self.masks[row] = agent in observations
-                if agent in observations:
-                    self.observe(row, observations[agent])
-                    self.rewards[row] = self.number(rewards[agent], number)
-                    self.terminals[row] = terminations[agent]
-                    self.truncations[row] = truncations[agent]
-                elif not self.warned:
-                    self.warned = True
-                    note(f"warning: agent {agent} is gone, but its episode has not ended")
-                if self.terminals[row] or self.truncations[row]:
-                    infos.append(dict(numbers_in(agents_infos.get(agent, {}))))
+        own_actions = self.own_actions(actions)
+        for i in range(self.num_envs):
+            if self.over[i]:
+                self.reset_one(i)
+            else:
+                self.step_one(i, own_actions, infos)
         self.check_finite()
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
-    def check_finite(self):
-        for what, numbers in ("observation", self.observations), ("reward", self.rewards):
-            if not np.isfinite(numbers).all():
-                row = int(np.argwhere(~np.isfinite(numbers))[0][0])
-                number = row // len(self.agents)
-                raise FloatingPointError(
-                    f"the {what} of environment {number} is not finite in step {self.steps[number]}"
-                )
-
-    def row(self, first: int, agent) -> int:
-        return first + self.agents.index(agent) if len(self.agents) > 1 else first
-
-    def clear(self, first: int):
-        """No agent of an environment is there, until it is seen."""
-        rows = slice(first, first + len(self.agents))
-        self.rewards[rows] = 0
-        self.terminals[rows] = False
-        self.truncations[rows] = False
-        self.masks[rows] = False
-
-    def begin(self, number: int, observations: Mapping):
-        """The first observations of an episode."""
-        first = number * len(self.agents)
-        self.clear(first)
-        for agent, observation in observations.items():
-            self.masks[self.row(first, agent)] = True
-            self.observe(self.row(first, agent), observation)
+    def clear(self):
+        self.rewards[:] = 0
+        self.terminals[:] = False
+        self.truncations[:] = False
 
     def observe(self, row: int, observation):
-        array = self.flatten(observation)
-        if array.shape != self.observations.shape[1:]:
-            raise ValueError(
-                f"environment {row // len(self.agents)}: an observation of shape {array.shape}, "
-                f"where its observation_space says {self.observations.shape[1:]}"
-            )
-        self.observations[row] = array
+        try:
+            self.write(self.observations[row], observation)
+        except (TypeError, ValueError, LookupError) as error:
+            raise self.wrong(row, f"observation does not fit its space: {error!r}") from error
 
-    def number(self, reward, number: int) -> float:
-        """A reward as a float; an array of one number is one too."""
-        if isinstance(reward, float | int):
-            return reward
-        array = np.asarray(reward)
-        if array.size != 1 or array.dtype.kind not in "biuf":
-            raise ValueError(
-                f"environment {number}: the reward is {reward!r}, where one number is expected "
-                "(mo_gymnasium.wrappers.LinearReward makes one of a vector)"
-            )
-        return array.item()
+    def reward(self, row: int, reward):
+        try:
+            self.rewards[row] = number(reward)
+        except (TypeError, ValueError) as error:
+            raise self.wrong(
+                row,
+                f"reward is {reward!r:.80}, where one number should be (of a vector, "
+                "mo_gymnasium.wrappers.LinearReward makes one)",
+            ) from error
+
+    def check_finite(self):
+        for what, numbers in ("observation", self.observations), ("reward", self.rewards):
+            if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
+                row = int(np.argwhere(~np.isfinite(numbers))[0][0])
+                raise self.wrong(row, f"{what} is not finite", FloatingPointError)
+
+    def wrong(self, row: int, what: str, kind: type = APIUsageError) -> Exception:
+        """The error that says so, and of which environment and step."""
+        i, agent = divmod(row, len(self.agents))
+        whose = f"environment {self.env_number * self.num_envs + i}"
+        if len(self.agents) > 1:
+            whose += f", agent {self.agents[agent]}"
+        return kind(f"{whose}, step {self.steps}: the {what}")
 
     def render(self):
         return self.envs[0].render()
@@ -314,33 +331,160 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             self.envs.pop().close()
 
 
-def environment_maker(env_id: str) -> Callable:
-    """What makes a PufferEnv: a name of Ocean's, a Gymnasium id, or a module with parallel_env."""
+class GymnasiumEnvs(AdaptedEnvs):
+    agents = (0,)
+
+    def spaces(self) -> tuple[gym.Space, gym.Space]:
+        return self.envs[0].observation_space, self.envs[0].action_space
+
+    def reset_one(self, i: int, **seed):
+        observation, _ = self.envs[i].reset(**seed)
+        self.observe(i, observation)
+        self.over[i] = False
+
+    def step_one(self, i: int, own_actions: list, infos: list):
+        observation, reward, terminated, truncated, info = self.envs[i].step(own_actions[i])
+        self.observe(i, observation)
+        self.reward(i, reward)
+        if terminated or truncated:
+            self.over[i] = True
+            self.terminals[i] = bool(terminated)
+            self.truncations[i] = bool(truncated)
+            infos.append(dict(numbers_in(info)))
+
+
+class PettingZooEnvs(AdaptedEnvs):
+    warned = False
+
+    def spaces(self) -> tuple[gym.Space, gym.Space]:
+        """Those of every agent."""
+        env = self.envs[0]
+        self.agents = list(env.possible_agents)
+        first = self.agents[0]
+        for what, space_of in (
+            ("observations", env.observation_space),
+            ("actions", env.action_space),
+        ):
+            for agent in self.agents:
+                if space_of(agent) != space_of(first):
+                    pad = {"observations": "pad_observations_v0", "actions": "pad_action_space_v0"}
+                    raise APIUsageError(
+                        f"agents {first} and {agent} have different spaces of {what}, "
+                        f"{space_of(first)!s:.80} and {space_of(agent)!s:.80}; pad them with "
+                        f"supersuit.{pad[what]} (docs/environments.md)"
+                    )
+        return env.observation_space(first), env.action_space(first)
+
+    def rows(self, i: int) -> dict:
+        """Of the agents of environment i."""
+        return {agent: i * len(self.agents) + j for j, agent in enumerate(self.agents)}
+
+    def show(self, rows: dict, observations: dict, agents: list):
+        """The observations of these agents. No other agent of the environment is there."""
+        self.masks[list(rows.values())] = False
+        for agent in agents:
+            if agent in observations:
+                self.masks[rows[agent]] = True
+                self.observe(rows[agent], observations[agent])
+
+    def reset_one(self, i: int, **seed):
+        observations, _ = self.envs[i].reset(**seed)
+        self.show(self.rows(i), observations, self.envs[i].agents)
+        self.over[i] = False
+
+    def step_one(self, i: int, own_actions: list, infos: list):
+        env = self.envs[i]
+        rows = self.rows(i)
+        playing = list(env.agents)
+        actions = {agent: own_actions[rows[agent]] for agent in playing}
+        observations, rewards, terminations, truncations, agent_infos = env.step(actions)
+        begun = [agent for agent in env.agents if agent not in playing]
+        self.show(rows, observations, playing + begun)
+        ended = set()
+        for agent in playing:
+            row = rows[agent]
+            self.reward(row, rewards.get(agent, 0.0))
+            self.terminals[row] = bool(terminations.get(agent))
+            self.truncations[row] = bool(truncations.get(agent))
+            if not (self.terminals[row] or self.truncations[row]):
+                if agent in observations and agent in env.agents:
+                    continue
+                self.truncations[row] = True
+                if not self.warned:
+                    note(f"warning: agent {agent} is gone, and its episode was not said to end")
+                    self.warned = True
+            ended.add(agent)
+            infos.append(dict(numbers_in(agent_infos.get(agent))))
+        self.over[i] = ended.issuperset(env.agents)
+
+
+# By name ------------------------------------------------------------------------------------------
+
+
+def module_of(name: str):
+    """The module of this name, None if there is none. An error inside it is its own."""
+    try:
+        return importlib.import_module(name)
+    except (ModuleNotFoundError, ValueError, TypeError) as error:
+        missing = getattr(error, "name", None) or name
+        if f"{name}.".startswith(f"{missing}."):
+            return None
+        raise
+
+
+def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tuple = ()):
+    """Of the environment: those of its function, some that gym.make takes, some that are ours."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = sorted({*parameters, *more} - {*less})
+    for key in kwargs:
+        if key not in known:
+            raise APIUsageError(f"--env.{key}: no such argument; there are {', '.join(known)}")
+
+
+def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
+    try:
+        spec = gym.spec(gym_id)
+    except gym.error.Error as error:
+        if module:
+            raise APIUsageError(f"{error} ({module} does not register it)") from error
+        if "/" in gym_id:
+            module = "ale_py" if gym_id.startswith("ALE/") else "MODULE"
+            raise APIUsageError(f"{error} Name its module: {module}:{gym_id}") from error
+        raise APIUsageError(
+            f"{error} It is no module with parallel_env either (PettingZoo), nor one of Ocean's: "
+            f"{', '.join(OCEAN)}. Another package's id needs its module: ale_py:ALE/Pong-v5"
+        ) from error
+    function = spec.entry_point
+    if function is not None:
+        function = function if callable(function) else load_env_creator(function)
+        check_arguments(kwargs, function, ("max_episode_steps", "disable_env_checker"))
+    return partial(gym.make, gym_id, **{"disable_env_checker": True, **kwargs})
+
+
+def environment_maker(env_id: str, kwargs: dict) -> Callable:
+    """What makes a PufferEnv: by a name of Ocean's, a Gymnasium id, or a module with parallel_env.
+
+    An id may begin with the module that registers it: ale_py:ALE/Pong-v5.
+    """
     name = env_id.removeprefix("puffer_")
-    if name in ocean.MAKE_FUNCTIONS:
-        return ocean.env_creator(f"puffer_{name}")
+    if name in OCEAN:
+        maker = ocean.env_creator(f"puffer_{name}")
+        check_arguments(kwargs, maker, less=("num_envs", "buf", "seed"))
+        return partial(maker, **kwargs)
     sys.path.append(os.getcwd())  # one's own modules
     module, _, gym_id = env_id.rpartition(":")
-    if module:
-        importlib.import_module(module)  # it registers its environments
-    elif "/" not in env_id and env_id not in gym.registry and find_module(env_id):
-        return partial(AdaptedEnvs, importlib.import_module(env_id).parallel_env)
-    try:
-        gym.spec(gym_id)
-    except gym.error.Error as error:
-        known = ", ".join(sorted(ocean.MAKE_FUNCTIONS))
-        raise pufferlib.APIUsageError(
-            f"{error} An id of another package needs its module: ale_py:ALE/Pong-v5. A module needs "
-            f"parallel_env (PettingZoo). Ocean has {known}"
-        ) from error
-    return partial(AdaptedEnvs, gym_id)
-
-
-def find_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    if module and module_of(module) is None:
+        raise APIUsageError(f"there is no module {module}, neither installed nor in this folder")
+    if not module and env_id not in gym.registry and "/" not in env_id:
+        found = module_of(env_id)
+        if hasattr(found, "parallel_env"):
+            check_arguments(kwargs, found.parallel_env)
+            return partial(PettingZooEnvs, partial(found.parallel_env, **kwargs))
+        if found:
+            raise APIUsageError("this module has no parallel_env, which PettingZoo's have")
+    return partial(GymnasiumEnvs, gymnasium_maker(gym_id, module, kwargs))
 
 
 def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
@@ -349,21 +493,18 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     In this process, or in num_workers of their own: in two halves if they are even, so that one
     steps while the policy acts on the other. Raises pufferlib.APIUsageError.
     """
-    maker = environment_maker(env_id)
-    copies = max(num_workers, 1)
-    if num_envs % copies:
-        raise pufferlib.APIUsageError(
+    if num_envs % max(num_workers, 1):
+        raise APIUsageError(
             f"--num-envs {num_envs}: must be a multiple of --num-workers {num_workers}"
         )
+    random.seed(seed)  # what an environment draws while it is made; in workers, PufferLib seeds
+    np.random.seed(seed)
+    maker = environment_maker(env_id, kwargs)
+    copies = max(num_workers, 1)
     backend = {"backend": "PufferEnv"}
-    kwargs = dict(kwargs)
-    parameters = inspect.signature(maker).parameters
-    for key in kwargs:
-        if key not in parameters and "kwargs" not in parameters:
-            known = ", ".join(parameters.keys() - {"buf", "seed", "num_envs"})
-            raise pufferlib.APIUsageError(f"--env.{key}: there is no such argument; it has {known}")
-    if "num_envs" in parameters:  # one object steps many
-        kwargs["num_envs"] = num_envs // copies
+    env_kwargs = {}
+    if "num_envs" in inspect.signature(maker).parameters:  # one object steps many
+        env_kwargs["num_envs"] = num_envs // copies
     else:
         copies = num_envs
         backend = {"backend": "Serial"}
@@ -371,4 +512,9 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         half = copies // 2 if num_workers % 2 == 0 else copies
         backend = {"backend": "Multiprocessing", "num_workers": num_workers, "batch_size": half}
         backend["overwork"] = True  # more workers than cores is the user's decision
-    return pufferlib.vector.make(maker, env_kwargs=kwargs, num_envs=copies, seed=seed, **backend)
+        if issubclass(maker.func, AdaptedEnvs):
+            env_kwargs["workers"] = True
+    try:
+        return pufferlib.vector.make(maker, None, env_kwargs, num_envs=copies, seed=seed, **backend)
+    except gym.error.Error as error:  # such as a package that is missing
+        raise APIUsageError(str(error)) from error

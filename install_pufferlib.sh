@@ -5,15 +5,20 @@
 #   - fetch the source archive without running its setup.py, and check its sha256;
 #   - make the folders whose absence would start a download (raylib for Linux is inside the archive);
 #   - drop impulse_wars, the one environment that needs Box2D;
-#   - change a few lines, so that it runs with numpy 2, gymnasium 1 and Python 3.14 (and as before with their older releases);
+#   - apply pufferlib.patch, which says what it changes, and add adapters.py (PATCH=0 leaves PufferLib as released, for
+#     the benchmark's peers);
 #   - NO_TRAIN=1 leaves out PufferLib's own trainer, its torch extension and its heavy requirements
 #     (NO_TRAIN=0 bash install_pufferlib.sh ... builds the extension; only the benchmark's peers need it).
 # A second argument is a folder to keep the wheel in, and to take it from the next time.
 set -euo pipefail
 export NO_TRAIN=${NO_TRAIN:-1}
+PATCH=${PATCH:-1}
 python=$(realpath --no-symlinks "${1:?usage: install_pufferlib.sh PYTHON [WHEEL_FOLDER]}")
 version=3.0.0
-patched=$version+gymnasium  # what the wheel is called, and what is looked for: an unpatched one is replaced
+here=$(dirname "$0")
+# What the wheel is called, and what is looked for: one of other changes is replaced.
+patched=$version+lstm$(cat "$here"/{pufferlib.patch,adapters.py} | sha256sum | head -c 8)
+[ "$PATCH" = 1 ] || patched=$version+released
 sha256=7df3a3e3f5f894d78d2a1f5374097890aec01473183e748abefe4f3faa10eaa9
 fail() { echo "install_pufferlib.sh: $*" >&2; exit 1; }
 
@@ -22,6 +27,7 @@ if "$python" -c "import importlib.metadata as m; raise SystemExit(m.version('puf
 fi
 [ "$(uname -s)" = Linux ] || fail "PufferLib's C environments are built for Linux here; on $(uname -s) follow PufferLib's own instructions"
 command -v gcc >/dev/null || fail "no C compiler; on Debian or Ubuntu: sudo apt-get install gcc libc6-dev"
+command -v patch >/dev/null || fail "no patch; on Debian or Ubuntu: sudo apt-get install patch"
 include=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['include'])")
 [ -f "$include/Python.h" ] || fail "no Python.h in $include; on Debian or Ubuntu: sudo apt-get install python3-dev"
 
@@ -47,13 +53,11 @@ tar -xzf "$work/pufferlib-$version.tar.gz" -C "$work"
 source=$work/pufferlib-$version
 mkdir "$source"/{raylib-5.5_webassembly,box2d-web,box2d-linux-amd64}
 rm -r "$source/pufferlib/ocean/impulse_wars"
-sed -i 's/^import gym$/import gymnasium as gym/' "$source/pufferlib/spaces.py"
-# Python 3.14 would start the workers anew, through a server; they are made to be forked.
-sed -i 's/^\( *\)from multiprocessing import Pipe, Process$/\1from multiprocessing import Pipe\n\1from multiprocessing.context import ForkProcess as Process/' \
-    "$source/pufferlib/vector.py"
-# What the wheel says it needs, or pip would complain, and might put numpy 1 back.
-sed -i "s/^version = .*/version = \"$patched\"/; s/'numpy<2.0'/'numpy'/; s/f'\(gymnasium\|pettingzoo\)<=.*'/'\1'/; /f'gym<=\|'shimmy/d" \
-    "$source"/{pyproject.toml,setup.py}
+if [ "$PATCH" = 1 ]; then
+    patch --directory "$source" --strip 1 --quiet <"$here/pufferlib.patch"
+    cp "$here/adapters.py" "$source/pufferlib"
+fi
+sed -i "s/^version = .*/version = \"$patched\"/" "$source/pyproject.toml"
 mkdir -p "$wheels" && wheels=$(realpath "$wheels")
 (
     cd "$source"

@@ -2,20 +2,19 @@
 
     python ppo_lstm_puffer.py --env-id breakout                  # train; a run is a folder in runs/
     python ppo_lstm_puffer.py --env-id CartPole-v1               # any Gymnasium id, module:Name-v0
-    python ppo_lstm_puffer.py --env.frameskip 2                  # an argument of the environment
     python ppo_lstm_puffer.py --config runs/<run>/config.yaml    # repeat a run; flags win
     python ppo_lstm_puffer.py --resume latest                    # go on after a crash or Ctrl-C
     python tools/play.py latest                                  # play; tools/watch.py: dashboard
 
 The algorithm is PufferLib's PuffeRL (PPO + LSTM, V-trace, prioritized segments, Muon) with what it
 leaves out: the LSTM is reset where an episode ends and carried from segment to segment, and the
-value after a segment is bootstrapped. Read it from the top: arguments, network, recurrence,
-advantages, loss, Muon, `train`. Below the border line is what the algorithm does not need.
+value after a segment is bootstrapped. Below the border line is what the algorithm does not need.
 """
 
 import contextlib
 import ctypes
 import fcntl
+import io
 import json
 import math
 import os
@@ -161,10 +160,7 @@ class Agent(nn.Module):
                 nn.init.zeros_(parameter)
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
-        """Observations (batch, *obs) to float32 (batch, features), or images to (batch, C, H, W).
-
-        Pixels come out in [0, 1], numbers normalized if --norm-obs says so.
-        """
+        """Observations (batch, *obs) to (batch, features), or images to (batch, C, H, W), float32."""
         if self.pixels:
             x = x / 255
         if not self.image:
@@ -200,9 +196,7 @@ class Agent(nn.Module):
     def sampling_noise(self, *shape: int, device=None) -> torch.Tensor:
         """(*shape, num_logits) for `sample`: standard normal, or Exponential(1)."""
         noise = torch.empty((*shape, self.num_logits), device=device)
-        if self.continuous:
-            return noise.normal_()
-        return noise.exponential_()
+        return noise.normal_() if self.continuous else noise.exponential_()
 
     def sample(self, logits: torch.Tensor, noise: torch.Tensor):
         """Actions (..., actions) and their log-probabilities (...), by noise (..., num_logits)."""
@@ -258,11 +252,8 @@ def lstm_forward(x, h, c, dones, weight, bias):
 
 
 def lstm_outputs(x, h, c, dones, weight, bias):
-    """Outputs (T, N, H) of `lstm_forward`, for training: backpropagation is cut at the first state.
-
-    That state asks for a gradient nobody needs: so all chunks are one compiled function.
-    """
-    h = h.detach().requires_grad_()
+    """Outputs (T, N, H) of `lstm_forward`, for training: backpropagation ends at the first state."""
+    h = h.detach().requires_grad_()  # needed by nobody, but so all chunks are one compiled function
     c = c.detach().requires_grad_()
     outputs = []
     for steps, resets in zip(x.split(UNROLL), dones.split(UNROLL)):
@@ -316,8 +307,6 @@ def sample_segments(advantages, uniform, k, alpha, beta):
 
 
 class Minibatch(NamedTuple):
-    """What `ppo_loss` needs of some segments (B), besides what acting stored."""
-
     segments: torch.Tensor  # (B) indices into the batch
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
@@ -328,10 +317,8 @@ class Minibatch(NamedTuple):
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
-    values, dones, valid (T + 1, N), rewards, ratio (T, N); uniform (N + 1), beta: see
-    `sample_segments`. Returns the minibatch, and all advantages (T, N) before normalization.
-    A step's weight is its share of the steps that count, times the importance weight; it is 0
-    where the environment ignored the action.
+    Arguments: see those two. Returns the minibatch, and all advantages (T, N) as they were. A step's
+    weight is its share of those that count, times the importance weight; 0 where it was ignored.
     """
     valid = valid[:-1]
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
@@ -346,9 +333,6 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
         normalized = centered / ((centered**2).sum() / count + 1e-16).sqrt()
     weight = valid[:, segments] * importance * valid.shape[1] / (k * count)
     return Minibatch(segments, normalized[:, segments], returns, values, weight), advantages
-
-
-LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm"]
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
@@ -378,10 +362,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
-    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1.
-
-    Returns actions (N, actions), logprobs (N), values (N), and the state h, c (N, H) after.
-    """
+    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns h, c after too."""
     features = agent.encode(observations[None])
     hidden, h, c = lstm_forward(features, h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
@@ -389,6 +370,7 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
     return actions, logprobs, values, h, c
 
 
+LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm"]
 COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`
 
 
@@ -411,10 +393,7 @@ def newton_schulz(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized: W -= lr sqrt(max(1, rows / columns)) newton_schulz(u).
-
-    torch.optim.Muon iterates in bfloat16, which a CPU without it computes 50 times slower.
-    """
+    """Nesterov momentum, orthogonalized. (torch.optim.Muon's bfloat16 is slow on most CPUs.)"""
 
     def __init__(self, parameters, lr: torch.Tensor, momentum: float, dtype: torch.dtype):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -440,10 +419,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
-    """Muon for matrices with Adam for the rest, or Adam for all.
-
-    Learning rates are tensors, so that CUDA graphs see them change.
-    """
+    """Muon for matrices and Adam for the rest, or Adam. CUDA graphs want rates as tensors."""
     device = agent.policy.value.weight.device
     lr = torch.tensor(args.learning_rate, device=device)
     adam = partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda")
@@ -456,9 +432,6 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
         (matrices if is_matrix else rest).append(parameter)
     muon = Muon(matrices, lr, args.momentum, agent.dtype)
     return [muon, adam(rest, lr=torch.tensor(args.adam_learning_rate, device=device))]
-
-
-# TRAINING -----------------------------------------------------------------------------------------
 
 
 def train(args: Args, envs: "Envs", run: "Run"):
@@ -474,21 +447,19 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
     # become row 0 of the next, its values are the bootstrap, its actions count for nothing.
-    def zeros(*shape, dtype=torch.float32):
-        return torch.zeros(shape, dtype=dtype, device=device)
-
+    zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
     dtype = torch.float32 if agent.continuous else torch.int64
     actions = zeros(T + 1, N, math.prod(envs.action_space.shape), dtype=dtype)
     logprobs, values, dones, valid = zeros(4, T + 1, N)
-    rewards, ratio, discounted_sum = zeros(3, T, N)
+    rewards, ratio, discounted = zeros(3, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
     # These change from one iteration to the next, in place too, so that CUDA graphs find them.
     noise = agent.sampling_noise(T + 1, N, device=device)
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
-    beta = zeros()
+    beta = zeros(())
 
     def receive(t: int) -> slice:
         """Stores what came from the environments: o_t, d_t, and the reward of step t - 1."""
@@ -560,9 +531,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
                     envs.send(actions[t, rows].cpu().numpy())
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # before t = 0 comes row -1, still of the segment before
-                before = args.gamma * (1 - dones[t]) * discounted_sum[t - 1]
-                discounted_sum[t] = rewards[t] + before
-            agent.return_norm.train()(discounted_sum[valid[:T] > 0].unsqueeze(1))
+                discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
+            agent.return_norm.train()(discounted[valid[:T] > 0].unsqueeze(1))
             agent.return_norm.eval()
             rewards /= (agent.return_norm.running_var + 1e-8).sqrt()
 
@@ -589,13 +559,11 @@ def train(args: Args, envs: "Envs", run: "Run"):
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
         if not all(map(math.isfinite, losses.values())):
-            most = f"observation {observations.abs().max():.3g}, reward {rewards.abs().max():.3g}"
+            most = f"{observations.abs().max():.2g}, {rewards.abs().max():.2g}"
             raise FloatingPointError(
-                f"not finite at step {run.step}: {losses}; largest {most}; lower --learning-rate, "
-                "or, where those are large, --norm-obs, --norm-rewards"
+                f"{losses}; largest observation, reward: {most}; docs/trouble.md"
             )
-        last = run.exit_reason is not None
-        if run.iteration % args.log_interval == 0 or last:
+        if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
             counted = valid[:T] > 0
             returns = (rollout_advantages + rollout_values)[counted]
             unexplained = rollout_advantages[counted].var() / returns.var().clamp_min(1e-12)
@@ -636,8 +604,8 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     torch.backends.cudnn.deterministic = True
     torch.set_float32_matmul_precision("high")
     if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
-        worth = 2 if fast_bfloat16(args.device) == "AMX" else 1
-        worth = 0.5 if args.precision == "float32" else worth
+        bfloat16 = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
+        worth = bfloat16 if args.precision == "bfloat16" else 0.5
         steps = min(args.minibatch_size, args.max_minibatch_size)
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)
@@ -663,11 +631,10 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
 
 def fast_bfloat16(device: str) -> str | None:
     """What here multiplies bfloat16 faster than float32; None if nothing does."""
+    able = torch.cpu.get_capabilities()  # bf16: Arm's
     if device == "cuda":
-        return "CUDA" if torch.cuda.get_device_capability() >= (8, 0) else None
-    able = torch.cpu.get_capabilities()
-    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm"}
-    return next((name for key, name in names.items() if able.get(key)), None)
+        able = {"CUDA": torch.cuda.get_device_capability() >= (8, 0)}
+    return next((key for key in ("CUDA", "amx_bf16", "avx512_bf16", "bf16") if able.get(key)), None)
 
 
 class CudaGraph:
@@ -692,15 +659,13 @@ class CudaGraph:
         return self.results
 
 
-# PLUMBING: environments ---------------------------------------------------------------------------
-
-
 class Envs:
     """PufferLib's vectorized environments: receive(), then send() actions."""
 
     def __init__(self, vecenv, seed: int):
         self.vecenv = vecenv
-        self.seed = seed
+        self.reset = partial(vecenv.async_reset, seed)
+        self.close = vecenv.close
         self.num_agents = vecenv.num_agents
         self.num_groups = self.num_agents // getattr(vecenv, "agents_per_batch", self.num_agents)
         self.observation_space = vecenv.single_observation_space
@@ -712,9 +677,6 @@ class Envs:
         self.episodes = []  # (agent, return, length) of each that finished
         self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
         self.seconds = 0.0  # spent in them
-
-    def reset(self):
-        self.vecenv.async_reset(self.seed)
 
     def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
@@ -776,9 +738,6 @@ class Envs:
         self.logs.clear()
         return means
 
-    def close(self):
-        self.vecenv.close()
-
 
 def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     """--num-envs environments (or so many), in this process or in --num-workers of their own."""
@@ -790,31 +749,25 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
     return Envs(vecenv, seed)
 
 
-# PLUMBING: a run's folder -------------------------------------------------------------------------
-
-
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
     files = [Path(path, "trainer_state.pt")]
     if path == "latest":
         files = sorted(Path(output_dir).glob("*/trainer_state.pt"), key=os.path.getmtime)
-    elif path.endswith(".pt"):
-        files = [Path(path)]
     try:
-        return torch.load(files[-1], map_location="cpu") | {"folder": files[-1].parent}
+        state = torch.load(files[-1], map_location="cpu")
+        return state | {"folder": files[-1].parent, "config": state["config"]}
     except Exception as error:
-        fail(f"--resume {path}: no whole trainer_state.pt ({type(error).__name__}: {error})")
+        fail(f"--resume {path}: no folder with a whole trainer_state.pt ({error!r:.200})")
 
 
 def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while the run is on."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
+    folder = resumed["folder"] if resumed else folder
     try:
-        if resumed:
-            folder = resumed["folder"]
-        else:
-            folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a")
         fcntl.flock(jsonl, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileExistsError:  # another start in this second
@@ -841,32 +794,33 @@ class Run(contextlib.AbstractContextManager):
         self.began = time.perf_counter()
         self.profiler = None
         self.folder, self.jsonl = open_folder(args, resumed)
-        self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
-        config = asdict(args) | {"config": None, "resume": None}
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
+        self.config = asdict(args) | {"config": None, "resume": None}
         if args.track:
             import wandb
 
             os.environ.setdefault("WANDB_PROJECT", "ppo-lstm-puffer")
             name = self.folder.name  # an id too: after --resume it is the same run
-            wandb.init(name=name, id=name, resume="allow", config=config, sync_tensorboard=True)
+            same = {"name": name, "id": name, "resume": "allow", "dir": self.folder}
+            wandb.init(**same, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
         say(f"run: {self.folder}")
 
     def restore(self, agent: Agent, optimizers: list):
-        """Gives them their states of --resume. `save` will save these two."""
+        """Gives them their states of --resume, which `save` saves. Writes only then to the folder."""
         self.agent = agent
         self.optimizers = optimizers
-        if "model" not in self.resumed:
-            return
         try:
-            agent.load_state_dict(self.resumed["model"])
-            for optimizer, state in zip(optimizers, self.resumed["optimizers"], strict=True):
-                # Learning rates and momenta are not taken: flags win.
-                optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            if "model" in self.resumed:
+                agent.load_state_dict(self.resumed["model"])
+                for optimizer, state in zip(optimizers, self.resumed["optimizers"], strict=True):
+                    # Learning rates and momenta are not taken: flags win.
+                    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            fail(f"--resume {self.folder}: another --env-id, --hidden-size, --optimizer? {error}")
+            what = "another --env-id, --hidden-size, --optimizer?"
+            fail(f"--resume {self.folder}: {what} {error!r:.200}")
+        self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
+        (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
 
     @property
     def seconds(self) -> float:
@@ -885,7 +839,11 @@ class Run(contextlib.AbstractContextManager):
 
     def update_done(self, steps: int, began: float):
         """After the first one all is compiled: the clock starts, and signals save before the end."""
-        if not self.compiled:
+        self.iteration += 1
+        self.step += steps
+        if self.compiled:
+            self.update_seconds += time.perf_counter() - began
+        else:
             self.compiled = True
             self.began = time.perf_counter()
             self.start_interval()
@@ -899,9 +857,6 @@ class Run(contextlib.AbstractContextManager):
                 self.profiler.start()
         if self.profiler:
             self.profiler.step()
-        self.update_seconds += time.perf_counter() - began
-        self.iteration += 1
-        self.step += steps
 
     def start_interval(self):
         """Of a log line: from here on steps and seconds are counted for it."""
@@ -911,7 +866,6 @@ class Run(contextlib.AbstractContextManager):
         self.envs.seconds = 0.0
 
     def write(self, row: dict):
-        """A line of metrics.jsonl."""
         row = {"step": self.step, "iteration": self.iteration, "time": self.seconds} | row
         self.jsonl.write(json.dumps(row) + "\n")
         self.jsonl.flush()
@@ -946,26 +900,27 @@ class Run(contextlib.AbstractContextManager):
         env_name = self.args.env_id.replace("/", "-").replace(":", "-")
         files = {f"model_{env_name}_{self.iteration:06d}.pt": model, "trainer_state.pt": state}
         for name, content in files.items():  # whoever reads sees the old file or the new one, whole
-            torch.save(content, self.folder / f"{name}.tmp")
+            file = io.BytesIO()  # of a full disk torch.save itself would say "unexpected pos"
+            torch.save(content, file)
+            (self.folder / f"{name}.tmp").write_bytes(file.getbuffer())
             os.replace(self.folder / f"{name}.tmp", self.folder / name)
 
     def __exit__(self, kind, error, traceback):
         """Whatever the end is, what was learned is saved, and the last line says why it ended."""
+        if kind is SystemExit and not self.compiled:
+            return  # `restore` refused
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
         finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
-        steps = [self.save] if finite else []
-        steps += [partial(self.write, {"exit_reason": reason}), self.writer.close]
-        for finish in steps:
-            try:
-                finish()
-            except OSError as error:  # a full disk: the checkpoint before is whole
-                say(f"warning: {error}")
+        try:
+            if finite:
+                self.save()
+            self.write({"exit_reason": reason})
+            self.writer.close()
+        except OSError as full:  # the checkpoint before is whole
+            say(f"warning: {full}")
         if self.args.track:
             sys.modules["wandb"].finish()
         say(f"{reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
-
-
-# PLUMBING: the command line -----------------------------------------------------------------------
 
 
 def as_words(config: dict[str, Any]) -> list[str]:
@@ -979,31 +934,41 @@ def as_words(config: dict[str, Any]) -> list[str]:
             words.append(flag if value else flag.replace("--", "--no-"))
         elif isinstance(value, dict):
             for key, item in value.items():
-                words += [f"{flag}.{key}", json.dumps(item)]
+                dumped = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
+                words.append(f"{flag}.{key}={dumped}")
         else:
-            words += [flag, str(value)]
+            whole = isinstance(value, float) and value.is_integer()
+            words += [flag, str(int(value) if whole else value)]
     return words
 
 
+# YAML as people write it: 1e-3 is a number, and a date the text that it is.
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+FLOAT = "tag:yaml.org,2002:float"
+yaml.add_implicit_resolver(FLOAT, NUMBER, None, yaml.SafeLoader, yaml.SafeDumper)
+yaml.SafeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+
+
 def parse_value(text: str) -> Any:
-    """A YAML value, for the environment: 1e-3 is a number, a date stays the text that it is."""
-    value = yaml.safe_load(text)
-    with contextlib.suppress(ValueError):
-        value = float(value) if value == text else value
-    return value if isinstance(value, str | int | float | list | dict | None) else text
+    """For the environment: a YAML value, or a text that is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
     # 1e6 is a whole number too.
-    words = [str(int(float(word))) if re.fullmatch(r"[\d.]+e\d+", word) else word for word in words]
+    large = re.compile(r"^(--[\w-]+=)?([\d.]+e\+?\d+)$")
+    words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
     given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
     resumed = None
     if given.config:
         try:
             words = [*as_words(yaml.safe_load(Path(given.config).read_text())), *words]
-        except (OSError, yaml.YAMLError, AttributeError) as error:
-            fail(f"--config {given.config}: {error}")
+        except Exception as error:  # no file, no YAML, no mapping
+            fail(f"--config {given.config}: {' '.join(str(error).split())}")
     if given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]
@@ -1016,19 +981,16 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     return args, resumed
 
 
-POSITIVE = "num_envs total_timesteps num_steps minibatch_size max_minibatch_size update_epochs "
-POSITIVE += "hidden_size log_interval checkpoint_interval"
-FRACTIONS = "momentum gamma gae_lambda prio_beta0"
-
-
 def resolve(args: Args):
     """Replaces what is "auto" or None by what it means here, and checks what numbers may be."""
     for name, value in asdict(args).items():
-        if isinstance(value, int | float):
-            least = 1e-9 if name in POSITIVE.split() else 0
-            most = 1 if name in FRACTIONS.split() else math.inf
-            if not least <= value <= most or (name == "momentum" and value == 1):
-                fail(f"--{name.replace('_', '-')} {value}: must be from {least:g} to {most}")
+        if type(value) in (int, float):
+            least = 1 if type(value) is int and name not in ("seed", "num_workers") else 0
+            least = 0.001 if name == "update_epochs" else least
+            bounds = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
+            most = bounds.get(name, math.inf)
+            if not least <= value <= most:
+                fail(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
     minibatch = args.minibatch_size
     most = args.max_minibatch_size
     if minibatch % args.num_steps:
@@ -1059,12 +1021,10 @@ def main(args: Args, resumed: dict | None = None) -> int:
             batch = envs.num_agents * args.num_steps
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
-            if resumed and resumed["step"] >= args.total_timesteps:
-                fail(f"--resume: complete, at {resumed['step']} steps; more: --total-timesteps")
             set_up_torch(args, envs, seed)
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (FloatingPointError, ChildProcessError) as error:
+    except (FloatingPointError, ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: {error}")
         return 1
     return 128 + run.signals[0] if run.signals else 0

@@ -1,81 +1,59 @@
-"""PPO with an LSTM on PufferLib's C environments, on many GPUs and hosts: ppo_lstm_puffer.py under torchrun.
+"""PPO with an LSTM on PufferLib's C environments, under torchrun: many GPUs, many hosts.
 
-    torchrun --standalone --nproc-per-node=2 ppo_lstm_puffer_ddp.py --env-id breakout  # two ranks on this machine
-    torchrun --standalone --nproc-per-node=8 --max-restarts=3 ppo_lstm_puffer_ddp.py   # goes on after a lost rank
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-id=job1 --rdzv-endpoint=HOST:29500 SCRIPT ...
+    torchrun --nproc-per-node=2 --max-restarts=3 ppo_lstm_puffer_ddp.py --env-id breakout
 
-Each rank steps its share of the environments and trains on its share of every minibatch; gradients are summed. Numbers
-on the command line are of all ranks together, but --max-minibatch-size and --num-workers of one. Rank 0 writes, logs.
-torchrun's run id names the run's folder: a job that is started again goes on from the last checkpoint there.
+This is ppo_lstm_puffer.py with what several ranks change: each has its share of the environments
+and of every minibatch. Numbers on the command line are of all together, --max-minibatch-size and
+--num-workers of one. An update's gradients and losses are summed as one flat tensor; that is what
+DistributedDataParallel would be for, which wants to be called for the loss, and to take means.
+Rank 0 reads, writes and logs. docs/many-gpus.md: hosts, restarts, signals.
 """
 
-import atexit
 import contextlib
 import ctypes
-import difflib
-import functools
-import importlib.util
-import inspect
+import fcntl
 import io
 import json
+import math
 import os
 import random
-import resource
-import shlex
+import re
 import signal
 import sys
-import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import psutil
+# How long OpenMP's threads wait awake: by default 30 times as long, and a second program stops it.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-if __name__ == "__main__":
-    # How long OpenMP's threads wait awake: by default 30 times as long, and beside another program that stops it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-    def end_at_once(signum, _):
-        """SIGINT and SIGTERM until the first update: there is nothing to save, and the compiler would go on."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for child in psutil.Process().children(recursive=True):  # compilers, environment workers
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        os.write(2, b"ended while starting: nothing is lost\n")
-        os._exit(128 + signum)
-
-    signal.signal(signal.SIGINT, end_at_once), signal.signal(signal.SIGTERM, end_at_once)
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGTERM * ("TORCHELASTIC_RUN_ID" in os.environ)
-    )  # if torchrun dies: save, end
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # is sent to this rank if torchrun dies
+    cores = sorted(os.sched_getaffinity(0))
+    if share := len(cores) // int(os.environ["LOCAL_WORLD_SIZE"]):  # a rank's own, for its threads
+        first = share * int(os.environ["LOCAL_RANK"])
+        os.sched_setaffinity(0, cores[first : first + share])
+        if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
+            os.environ.pop("OMP_NUM_THREADS", None)  # it is 1 by torchrun, not by the user
 
 import gymnasium as gym
-import joblib
 import numpy as np
-import pufferlib.vector
+import pufferlib
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.utils.benchmark
-import torch.utils.tensorboard
 import tyro
 import yaml
-from numpy.lib.recfunctions import structured_to_unstructured
-from pufferlib.ocean import environment as ocean
-from pydantic import Field, TypeAdapter, ValidationError
-from rich.progress import BarColumn, Console, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from pufferlib import adapters  # it is install_pufferlib.sh that puts this there
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
-Count, Natural = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
-Amount, Fraction = Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0, le=1)]
-
-RANK, LOCAL_RANK, RESTARTS = (
-    int(os.getenv(name, 0)) for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-)
-WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
+RANK = int(os.getenv("RANK", "0"))
+LOCAL_RANK = int(os.getenv("LOCAL_RANK", "0"))
+WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 
 
 @dataclass
@@ -83,91 +61,58 @@ class Args:
     """PPO + LSTM on PufferLib, Gymnasium and PettingZoo environments."""
 
     exp_name: str = "ppo_lstm_puffer_ddp"  # name of this experiment
-    dist_timeout: Count = 600  # seconds that a rank waits for the others: more than compiling takes, less than a night
-    seed: Natural = 1  # of everything: Python, numpy, torch, the C environments, the workers
-    device: Literal["auto", "cpu", "cuda"] = (
-        "auto"  # where to train; auto: CUDA where there is a GPU
-    )
+    dist_timeout: int = 600  # seconds that ranks wait for each other; only on the command line
+    seed: int = 1  # of Python, numpy, torch, every environment and every worker
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     output_dir: str = "runs"  # the folder that runs are written to
-    track: bool = (
-        False  # send metrics to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
-    )
+    track: bool = False  # log to Weights and Biases too; it reads WANDB_PROJECT and WANDB_ENTITY
     # Environment
-    env_id: str = "breakout"  # of PufferLib's Ocean (breakout), Gymnasium (CartPole-v1), or a module with parallel_env
+    env_id: str = "breakout"  # of Ocean, Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
-    num_envs: Count = (
-        512  # environments stepped in parallel (an environment may hold several agents)
-    )
-    num_workers: Natural | None = (
-        None  # worker processes; None: 0, on a GPU most cores; even: double-buffered
-    )
-    clip_rewards: bool = (
-        True  # clip rewards to [-1, 1] for learning (reported returns are never clipped)
-    )
+    num_envs: int = 512  # environments in parallel; one may hold several agents
+    num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
+    clip_rewards: bool = True  # to [-1, 1], for learning; reported returns are never clipped
+    norm_rewards: bool = False  # divide by the deviation of discounted returns, and do not clip
+    norm_obs: bool = False  # observations to mean 0, deviation 1 (images: never)
     # Algorithm
-    total_timesteps: Count = (
-        20_000_000  # steps over all agents; the learning rate is annealed over them
-    )
-    learning_rate: Amount = 0.06  # of --optimizer (with adam, try 0.01)
-    adam_learning_rate: Amount = 5e-4  # with Muon: of Adam, which trains whatever is not a matrix
-    optimizer: Literal["muon", "adam"] = (
-        "muon"  # Muon for matrices with Adam for the rest, or Adam for all
-    )
-    momentum: Fraction = 0.8  # Muon's momentum, Adam's beta1 where Adam trains all
-    anneal: Literal["exponential", "linear", "constant"] = (
-        "exponential"  # learning rates fall: to 1/64, to 0, or not
-    )
-    num_steps: Count = 32  # segment length T: steps per agent between two updates, and of backpropagation through time
-    gamma: Fraction = 0.99  # discount factor
-    gae_lambda: Fraction = 0.9  # lambda of the advantage estimate
-    minibatch_size: Count = (
-        2048  # steps per gradient update: minibatch_size / num_steps whole segments
-    )
-    max_minibatch_size: Count = (
-        32768  # above this many steps a minibatch is split, and gradients are accumulated
-    )
-    update_epochs: Amount = (
-        1.0  # updates per batch, in passes over it (0.5: half as many); one alone clips nothing
-    )
-    norm_adv: bool = True  # normalize advantages over each minibatch
-    clip_coef: Amount = 0.15  # PPO's clip range of the ratio
-    vf_clip_coef: Amount = 2.0  # clip range of the value loss; inf: not clipped
-    vf_coef: Amount = 4.0  # weight of the value loss
-    ent_coef: Amount = 0.00002  # weight of the entropy bonus
-    max_grad_norm: Amount = 1.5  # clip the gradient's global norm to this
-    vtrace_rho_clip: Amount = 1.0  # V-trace's clip of the ratio in the temporal difference
-    vtrace_c_clip: Amount = 1.0  # V-trace's clip of the ratio in the trace
-    prio_alpha: Amount = 0.3  # exponent of the segment priorities; 0 samples uniformly
-    prio_beta0: Fraction = 0.2  # first exponent of the importance weights, annealed to 1
+    total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
+    learning_rate: float = 0.06  # of --optimizer; with adam, try 0.01
+    adam_learning_rate: float = 5e-4  # with Muon: of Adam, for whatever is not a matrix
+    optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices and Adam for the rest, or Adam
+    momentum: float = 0.8  # Muon's; Adam's beta1 where Adam trains all
+    anneal: Literal["exponential", "linear", "constant"] = "exponential"  # to 1/64, to 0, or not
+    num_steps: int = 32  # segment length T, and of backpropagation through time
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.9  # lambda of the advantages
+    minibatch_size: int = 2048  # steps per update: minibatch_size / num_steps segments
+    max_minibatch_size: int = 32768  # more steps are split, and their gradients accumulated
+    update_epochs: float = 1.0  # updates per batch, in passes over it
+    norm_adv: bool = True  # normalize advantages by their mean and deviation over the batch
+    clip_coef: float = 0.15  # PPO's clip range of the ratio
+    vf_clip_coef: float = 2.0  # clip range of the value loss; inf: not clipped
+    vf_coef: float = 4.0  # weight of the value loss
+    ent_coef: float = 0.00002  # weight of the entropy bonus
+    max_grad_norm: float = 1.5  # clip the gradient's norm to this
+    vtrace_rho_clip: float = 1.0  # V-trace's clip of the ratio in the temporal difference
+    vtrace_c_clip: float = 1.0  # V-trace's clip of the ratio in the trace
+    prio_alpha: float = 0.3  # exponent of the segments' priorities; 0: uniform
+    prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
-    hidden_size: Count = 128  # width of the encoder and of the LSTM
-    precision: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of products; auto: bfloat16 where it is the faster
-    )
-    compile: bool = True  # torch.compile the policy step and the update (needs a C++ compiler); eager always works
-    cuda_graphs: bool = (
-        True  # on a GPU: record the policy step and the update as CUDA graphs, and replay them
-    )
+    hidden_size: int = 128  # width of the encoder and of the LSTM
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
+    compile: bool = True  # torch.compile; needs a C++ compiler
+    cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
     # Run
-    time_limit: Amount | None = (
-        None  # stop after so many seconds of training, resumes included, compiling not
-    )
-    log_interval: Count = 10  # iterations between two log lines
-    checkpoint_interval: Count = 100  # iterations between two checkpoints
-    keep_checkpoints: Count = 3  # how many of the last checkpoints to keep
-    config: str | None = (
-        None  # a YAML file of arguments, such as a run's config.yaml; flags on the command line win
-    )
+    time_limit: float = math.inf  # stop after so many seconds of training from this start
+    log_interval: int = 10  # iterations between two log lines
+    checkpoint_interval: int = 100  # iterations between two checkpoints
+    config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags win
     resume: str | None = None  # go on with a run: its folder, or latest
-    load_weights: str | None = (
-        None  # start from these weights: a model_*.pt of ours, or a .pt of PufferLib's
-    )
-    profile: bool = (
-        False  # write a trace of some iterations to the run's folder (for Perfetto or TensorBoard)
-    )
+    profile: bool = False  # write a trace of iterations 6 to 8 to the run's folder, for Perfetto
+    auto: list[str] = field(default_factory=list, init=False)  # what `resolve` replaced
 
 
-# ALGO LOGIC: the network ----------------------------------------------------------------------------------------------
+# ALGO LOGIC: the network --------------------------------------------------------------------------
 
 
 def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
@@ -179,114 +124,112 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 class Agent(nn.Module):
     """PufferLib's default network: encoder, LSTM of the same width, linear policy and value heads.
 
-    The action space decides the policy head: Discrete is one categorical, MultiDiscrete several, Box a Gaussian with a
-    learned, state-independent standard deviation. Parameters have PufferLib's names: files fit both ways.
+    Discrete is one categorical, MultiDiscrete several, Box a Gaussian with a learned,
+    state-independent standard deviation. Parameters have PufferLib's names: files fit both ways.
     """
 
-    def __init__(
-        self,
-        observation_space: gym.Space,
-        action_space: gym.Space,
-        hidden_size: int,
-        precision="float32",
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, args: Args):
         super().__init__()
-        shape, self.dtype = observation_space.shape, getattr(torch, precision)
-        # An image is uint8, of 36 x 36 pixels or more: the smallest that the convolutions take.
-        self.image = (
-            observation_space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 36
-        )
-        self.channels_last = self.image and len(shape) == 3 and shape[2] <= 4
-        self.continuous = isinstance(action_space, gym.spaces.Box)
-        self.action_dtype = torch.float32 if self.continuous else torch.int64
-        self.policy, layers = nn.Module(), []
+        self.dtype = getattr(torch, args.precision)
+        hidden = args.hidden_size
+        shape = observation_space.shape
+        # An image is bytes with two sides of 36 or more, which the convolutions need; the smallest
+        # dimension is its channels. Under 8, as MiniGrid's 7 x 7 x 3, bytes are names of things.
+        side = sorted(shape)[-2] if len(shape) in (2, 3) else 0
+        self.pixels = observation_space.dtype == np.uint8 and side >= 8
+        self.image = self.pixels and side >= 36
+        self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
+        self.observation_norm = nn.Identity()
+        if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
+            norm = nn.BatchNorm1d(math.prod(shape), affine=False, momentum=None)
+            self.observation_norm = nn.Sequential(norm, nn.Hardtanh(-10, 10)).eval()
+        if args.norm_rewards:
+            self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
+        self.policy = nn.Module()
+        layers = []
         x = self.flatten(torch.zeros(1, *shape))  # goes through the layers for their sizes
-        if self.image:  # the convolutional encoder of Mnih et al. 2015
+        if self.image:  # the encoder of Mnih et al. 2015
             for channels, size, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
                 layers += [layer_init(nn.Conv2d(x.shape[1], channels, size, stride)), nn.ReLU()]
                 x = layers[-2](x)
-            x, layers = x.flatten(1), [*layers, nn.Flatten()]
-        self.policy.encoder = nn.Sequential(
-            *layers, layer_init(nn.Linear(x.shape[1], hidden_size)), nn.GELU()
-        )
+            layers.append(nn.Flatten())
+        layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
+        self.policy.encoder = nn.Sequential(*layers)
+        self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
-            self.num_logits = int(np.prod(action_space.shape))
-            self.policy.decoder_mean = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
+            self.num_logits = math.prod(action_space.shape)
+            self.policy.decoder_mean = layer_init(nn.Linear(hidden, self.num_logits), std=0.01)
             self.policy.decoder_logstd = nn.Parameter(torch.zeros(1, self.num_logits))
         else:
-            self.nvec = np.ravel(
-                getattr(action_space, "nvec", getattr(action_space, "n", None))
-            ).tolist()
+            nvec = getattr(action_space, "nvec", None)
+            self.nvec = [int(action_space.n)] if nvec is None else nvec.ravel().tolist()
             self.num_logits = sum(self.nvec)
-            self.policy.decoder = layer_init(nn.Linear(hidden_size, self.num_logits), std=0.01)
-        self.policy.value = layer_init(nn.Linear(hidden_size, 1), std=1.0)
-        # The parameters of nn.LSTM; lstm_forward() does the computing. PufferLib's files list them as a cell's too.
-        self.lstm = nn.ParameterDict(list(nn.LSTM(hidden_size, hidden_size).named_parameters()))
-        for name, parameter in self.lstm.items():
-            nn.init.orthogonal_(parameter, 1.0) if "weight" in name else nn.init.zeros_(parameter)
-        self.cell = nn.ParameterDict(
-            {name.removesuffix("_l0"): parameter for name, parameter in self.lstm.items()}
-        )
+            self.policy.decoder = layer_init(nn.Linear(hidden, self.num_logits), std=0.01)
+        self.policy.value = layer_init(nn.Linear(hidden, 1), std=1.0)
+        self.lstm = nn.LSTM(hidden, hidden)  # its parameters; `lstm_forward` computes
+        for name, parameter in self.lstm.named_parameters():
+            if "weight" in name:
+                nn.init.orthogonal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
-        """Observations (batch, *obs) to (batch, features), or images to (batch, C, H, W) in [0, 1]."""
+        """Observations (batch, *obs) to (batch, features), or images to (batch, C, H, W), float32."""
+        if self.pixels:
+            x = x / 255
         if not self.image:
-            return x.flatten(1)
-        x = (x / 255).permute(0, 3, 1, 2) if self.channels_last else x / 255
-        return x if x.ndim == 4 else x.unsqueeze(1)
+            return self.observation_norm(x.flatten(1).float())
+        if self.channels_last:
+            x = x.permute(0, 3, 1, 2)
+        return x.view(len(x), -1, *x.shape[-2:])
 
     def encode(self, observations: torch.Tensor) -> torch.Tensor:
         """Observations (T, N, *obs) of any dtype to features (T, N, hidden) in the compute dtype."""
-        x = self.flatten(observations.flatten(0, 1)).to(self.dtype)
-        # Parameters are cast by hand: with torch.autocast inside, a function would be compiled anew in every process.
-        weights = {
-            name: weight.to(self.dtype) for name, weight in self.policy.encoder.named_parameters()
-        }
-        return torch.func.functional_call(self.policy.encoder, weights, x).view(
-            *observations.shape[:2], -1
-        )
+        x = self.flatten(observations.flatten(0, 1))
+        layers = self.policy.encoder
+        if not self.image:  # in float32: bfloat16 takes 1000 for 1001, but has the digits of bytes
+            x = layers[0](x)
+            layers = layers[1:]
+        # Cast by hand: with torch.autocast inside, functions are compiled anew in every process.
+        weights = {name: weight.to(self.dtype) for name, weight in layers.named_parameters()}
+        x = torch.func.functional_call(layers, weights, x.to(self.dtype))
+        return x.view(*observations.shape[:2], -1)
 
     def lstm_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[W_ih | W_hh] (4H, 2H) in the compute dtype, b_ih + b_hh (4H) float32: one product per step, not two."""
-        weight = torch.cat((self.lstm.weight_ih_l0, self.lstm.weight_hh_l0), dim=1).to(self.dtype)
-        return weight, self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0
+        """[W_ih | W_hh] (4H, 2H) in the compute dtype, b_ih + b_hh (4H) float32: one product."""
+        weight = torch.cat((self.lstm.weight_ih_l0, self.lstm.weight_hh_l0), dim=1)
+        bias = self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0
+        return weight.to(self.dtype), bias
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """LSTM outputs (..., H) to logits or Gaussian means (..., num_logits) and values (...), float32."""
+        """LSTM outputs (..., H) to logits or means (..., num_logits) and values (...), float32."""
         hidden = hidden.float()
         actor = self.policy.decoder_mean if self.continuous else self.policy.decoder
         return actor(hidden), self.policy.value(hidden).squeeze(-1)
 
-    def sampling_noise(self, *shape: int, device=None, deterministic: bool = False) -> torch.Tensor:
-        """(*shape, num_logits) for `sample`: standard normal or Exponential(1); a constant if deterministic."""
-        noise = torch.full(
-            (*shape, self.num_logits), 0.0 if self.continuous else 1.0, device=device
-        )
-        return (
-            noise if deterministic else noise.normal_() if self.continuous else noise.exponential_()
-        )
+    def sampling_noise(self, *shape: int, device=None) -> torch.Tensor:
+        """(*shape, num_logits) for `sample`: standard normal, or Exponential(1)."""
+        noise = torch.empty((*shape, self.num_logits), device=device)
+        return noise.normal_() if self.continuous else noise.exponential_()
 
-    def sample(
-        self, logits: torch.Tensor, noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, logits: torch.Tensor, noise: torch.Tensor):
         """Actions (..., actions) and their log-probabilities (...), by noise (..., num_logits)."""
         if self.continuous:
             actions = logits + self.policy.decoder_logstd.exp() * noise
-        else:  # the Gumbel-max trick: argmax(log p + Gumbel) is a sample of p, and -log(Exponential) is a Gumbel
-            scores = (logits - noise.clamp_min(1e-20).log()).split(self.nvec, -1)
-            actions = torch.stack([score.argmax(-1) for score in scores], -1)
-        return actions, self.evaluate_actions(logits, actions)[0]
+        else:  # the Gumbel-max trick: -log(Exponential) is a Gumbel
+            scores = logits - noise.clamp_min(1e-20).log()
+            actions = torch.stack([part.argmax(-1) for part in scores.split(self.nvec, -1)], -1)
+        logprobs, _ = self.evaluate_actions(logits, actions)
+        return actions, logprobs
 
-    def evaluate_actions(
-        self, logits: torch.Tensor, actions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability (...) of the joint action (..., actions), and the policy's entropy (...)."""
+    def evaluate_actions(self, logits: torch.Tensor, actions: torch.Tensor):
+        """Log-probability (...) of the joint action (..., actions), and the entropy (...)."""
         if self.continuous:
-            normal = torch.distributions.Normal(
-                logits, self.policy.decoder_logstd.exp(), validate_args=False
-            )
+            deviation = self.policy.decoder_logstd.exp()
+            normal = torch.distributions.Normal(logits, deviation, validate_args=False)
             return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
-        logprob, entropy = 0.0, 0.0
+        logprob = 0.0
+        entropy = 0.0
         for part, action in zip(logits.split(self.nvec, -1), actions.unbind(-1)):
             log_p = part.log_softmax(-1)
             logprob = logprob + log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -294,1400 +237,936 @@ class Agent(nn.Module):
         return logprob, entropy
 
 
-# ALGO LOGIC: the recurrence, with resets ------------------------------------------------------------------------------
+# ALGO LOGIC: the recurrence, with resets ----------------------------------------------------------
 
-UNROLL = 8  # steps that are compiled as one function; 32 took four times as long to compile, and ran no faster
+UNROLL = 8  # steps compiled as one function; 32 took four times as long and ran no faster
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
-    """Through the sigmoid, whose vectorized exponential is three times faster on a CPU; absolute error below 1e-7."""
+    """By the sigmoid, whose vectorized exponential is three times faster on a CPU."""
     return 2 * torch.sigmoid(2 * x) - 1
 
 
 def lstm_forward(x, h, c, dones, weight, bias):
     """The LSTM over T steps, its state set to zero wherever dones is 1.
 
-    x (T, N, F); h, c (N, H) float32: the state before the first step; dones (T, N); weight (4H, F + H); bias (4H).
-    Returns the outputs (T, N, H), the state after the last step, and what the backward pass needs: the inputs [x | h],
-    h after the reset (T, N, F + H), the gates' activations (T, N, 4H), the cell states (T + 1, N, H) before resets.
+    x (T, N, F); h, c (N, H) float32, the state before; dones (T, N); weight (4H, F + H);
+    bias (4H). Returns the outputs (T, N, H) and the state after.
     """
-    keep = (1 - dones).unsqueeze(-1)
-    outputs, inputs, gates, cells = [], [], [], [c]
+    outputs = []
     for t in range(len(x)):
-        inputs.append(torch.cat((x[t], (h * keep[t]).to(x.dtype)), dim=1))
-        i, f, g, o = (torch.mm(inputs[t], weight.t()).float() + bias).chunk(4, dim=1)
-        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), tanh(g), torch.sigmoid(o)
-        gates.append(torch.cat((i, f, g, o), dim=1).to(x.dtype))
-        c = f * (c * keep[t]) + i * g
-        h = o * tanh(c)
-        outputs.append(h.to(x.dtype)), cells.append(c)
-    return torch.stack(outputs), h, c, torch.stack(inputs), torch.stack(gates), torch.stack(cells)
+        keep = (1 - dones[t]).unsqueeze(1)
+        inputs = torch.cat((x[t], (h * keep).to(x.dtype)), dim=1)
+        gates = torch.mm(inputs, weight.t()).float() + bias
+        i, f, g, o = gates.chunk(4, dim=1)
+        c = torch.sigmoid(f) * (c * keep) + torch.sigmoid(i) * tanh(g)
+        h = torch.sigmoid(o) * tanh(c)
+        outputs.append(h.to(x.dtype))
+    return torch.stack(outputs), h, c
 
 
-def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
-    """The chain rule through `lstm_forward`, from the gradients of its outputs (T, N, H) and last state (N, H).
-    Returns those of the gates before activation (T, N, 4H), and of the first state."""
-    keep, dgates = (1 - dones).unsqueeze(-1), [None] * len(doutputs)
-    for t in reversed(range(len(doutputs))):
-        i, f, g, o = gates[t].float().chunk(4, dim=1)
-        tanh_c = tanh(cells[t + 1])
-        dh = dh + doutputs[t].float()
-        dc = dc + dh * o * (1 - tanh_c * tanh_c)
-        di, df = dc * g * i * (1 - i), dc * (cells[t] * keep[t]) * f * (1 - f)
-        dg, do = dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)
-        dgates[t] = torch.cat((di, df, dg, do), dim=1).to(doutputs.dtype)
-        dc = dc * f * keep[t]
-        dh = torch.mm(dgates[t], weight_hh).float() * keep[t]
-    return torch.stack(dgates), dh, dc
+def lstm_outputs(x, h, c, dones, weight, bias):
+    """Outputs (T, N, H) of `lstm_forward`, for training: backpropagation ends at the first state."""
+    h = h.detach().requires_grad_()  # needed by nobody, but so all chunks are one compiled function
+    c = c.detach().requires_grad_()
+    outputs = []
+    for steps, resets in zip(x.split(UNROLL), dones.split(UNROLL)):
+        output, h, c = lstm_forward(steps, h, c, resets, weight, bias)
+        outputs.append(output)
+    return torch.cat(outputs)
 
 
-class LSTM(torch.autograd.Function):
-    """`lstm_forward`'s outputs, with their gradient for x, weight and bias; the first state gets none (truncated
-    backpropagation). Autograd's own would take a small product per step for each weight; here only W_hh is inside the
-    loop, and the input's and the weights' gradients are one product each."""
-
-    @staticmethod
-    def forward(ctx, x, h, c, dones, weight, bias):
-        parts = []
-        for steps, resets in zip(x.split(UNROLL), dones.split(UNROLL)):
-            outputs, h, c, *saved = lstm_forward(steps, h, c, resets, weight, bias)
-            parts.append((outputs, *saved))
-        outputs, inputs, gates, cells = zip(*parts)
-        ctx.save_for_backward(dones, weight, torch.cat(inputs), *gates, *cells)
-        return torch.cat(outputs)
-
-    @staticmethod
-    def backward(ctx, doutputs):
-        dones, weight, inputs, *saved = ctx.saved_tensors
-        T, N, H = doutputs.shape
-        weight_ih, weight_hh = weight[:, :-H], weight[:, -H:].contiguous()
-        parts = zip(
-            doutputs.split(UNROLL),
-            saved[: len(saved) // 2],
-            saved[len(saved) // 2 :],
-            dones.split(UNROLL),
-        )
-        dh, dc, dgates = torch.zeros_like(saved[-1][0]), torch.zeros_like(saved[-1][0]), []
-        for doutput, gates, cells, resets in reversed([*parts]):
-            steps, dh, dc = lstm_backward(doutput, dh, dc, gates, cells, resets, weight_hh)
-            dgates.insert(0, steps)
-        dgates = torch.cat(dgates).flatten(0, 1)
-        dbias = torch.mm(dgates.new_ones(1, T * N), dgates).squeeze(
-            0
-        )  # sums bfloat16 ten times faster than sum()
-        dx = torch.mm(dgates, weight_ih).view(T, N, -1)
-        return dx, None, None, None, torch.mm(dgates.t(), inputs.flatten(0, 1)), dbias.float()
+# ALGO LOGIC: advantages, priorities, loss ---------------------------------------------------------
 
 
-# ALGO LOGIC: advantages, priorities, loss -----------------------------------------------------------------------------
+def compute_advantages(values, rewards, dones, valid, ratio, args):
+    """V-trace's temporal differences (Espeholt et al. 2018), summed as GAE (Schulman et al. 2016).
 
-
-def compute_advantages(values, rewards, dones, valid, ratio, gamma, gae_lambda, rho_clip, c_clip):
-    """V-trace's temporal differences (Espeholt et al. 2018) summed as in GAE (Schulman et al. 2016); float32, (T, N).
-
-    values, dones (T + 1, N): row T is of the observation after the segment, its value the bootstrap; dones[t] = 1 if
-    the episode ended just before o_t; rewards, valid, ratio (T, N). With ratio 1 this is GAE; with lambda 1, A + v are
-    V-trace's targets. Where valid is 0 the environment ignores the action, and the sum starts anew. So a truncation
-    bootstraps: its last observation has valid 0 and dones 0, and dones is 1 in the row after it.
+    values, dones (T + 1, N): row T is of the observation after the segment, its value the
+    bootstrap; dones[t] = 1 if the episode ended just before o_t; rewards, valid, ratio (T, N).
+    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Where valid is 0 the
+    environment ignores the action, and the sum starts anew. So a truncation bootstraps: its last
+    observation has valid 0 and dones 0, and dones is 1 in the row after it. Returns (T, N).
     """
-    discount = gamma * (1 - dones[1:])
-    delta = ratio.clamp(max=rho_clip) * (rewards + discount * values[1:] - values[:-1]) * valid
-    trace = gae_lambda * discount * ratio.clamp(max=c_clip) * valid
-    advantages, advantage = torch.empty_like(delta), torch.zeros_like(delta[0])
+    discount = args.gamma * (1 - dones[1:])
+    rho = ratio.clamp(max=args.vtrace_rho_clip)
+    trace = args.gae_lambda * discount * ratio.clamp(max=args.vtrace_c_clip) * valid
+    delta = rho * (rewards + discount * values[1:] - values[:-1]) * valid
+    advantages = torch.empty_like(delta)
+    advantage = torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
-        advantage = torch.addcmul(delta[t], trace[t], advantage, out=advantages[t])
+        advantage = delta[t] + trace[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
 def sample_segments(advantages, uniform, k, alpha, beta):
-    """k prioritized segments (Schaul et al. 2016), p_i ~ (sum_t |A_ti|)^alpha, by systematic sampling (Madow 1949).
+    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha (Schaul et al. 2016).
 
-    Segments lie in random order on a line, each as long as its probability q_i = min(1, c p_i) of being drawn, and k
-    points at equal distances hit k of them, none twice. c is such that the q_i add up to k: the largest are certain,
-    the rest share what is left. With beta = 1 the weights k / (N q_i) make the minibatch's mean an unbiased one of all
-    segments (Horvitz and Thompson 1952). Returns indices (k) int64 and weights^beta (k) float32.
+    Segments lie in random order on a line, each as long as its probability, and k points at equal
+    distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
+    p_i > 1 / k). So with beta = 1 the weights 1 / (N p_i) make a mean over the draw unbiased.
 
-    advantages (T, N); uniform (N + 1): random numbers in [0, 1), N for the order and one for the first point.
+    advantages (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first point.
+    Returns indices (k) int64 and weights^beta (k) float32.
     """
     N = advantages.shape[1]
-    priorities = advantages.abs().sum(0) ** alpha
-    priorities = priorities + 1e-6 * priorities.mean() + 1e-12  # all advantages zero: uniform
-    largest = priorities.sort(descending=True).values
-    rest = largest.flip(0).cumsum(0).flip(0)  # the sum of each and all smaller ones
-    certain = (
-        (k - torch.arange(N, device=rest.device)) * largest > rest
-    ).sum()  # so many have q = 1
-    inclusion = (priorities * (k - certain) / rest[certain[None]]).clamp(max=1)
+    priorities = advantages.abs().sum(0) ** alpha + 1e-6
+    p = priorities / priorities.sum()
     order = uniform[:N].argsort()
-    line = inclusion[order].double().cumsum(0)
-    points = (torch.arange(k, device=line.device) + uniform[N]) * (line[-1] / k)
+    line = p[order].double().cumsum(0)
+    points = (torch.arange(k, device=p.device) + uniform[N]) / k
     index = order[(line <= points[:, None]).sum(1).clamp(max=N - 1)]
-    return index, (k / (N * inclusion[index])) ** beta
+    return index, (1 / (N * p[index])) ** beta
+
+
+class Minibatch(NamedTuple):
+    segments: torch.Tensor  # (B) indices into the batch
+    advantages: torch.Tensor  # (T, B), normalized
+    returns: torch.Tensor  # (T, B), the value's target
+    values: torch.Tensor  # (T, B), the newest, that value clipping starts from
+    weight: torch.Tensor  # (T, B), of each step in every term of the loss
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
-    """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
+    """Advantages from the newest values and ratios, and a rank's share of a minibatch by them.
 
-    values, dones, valid (T + 1, N), rewards, ratio (T, N), uniform (N + 1), beta: see the two functions above.
-    Returns the segments' indices and importance weights (B); of these segments, (T, B) each: advantages, returns,
-    values, valid; how many of their steps count, their advantages' mean and variance (3); and all advantages (T, N).
+    values, dones, valid (T + 1, N), rewards, ratio (T, N); uniform (N + 1), beta: see
+    `sample_segments`. Returns the share, which `weigh` finishes, and totals (5) over all steps
+    that count: their number, and sum and sum of squares of the advantages and of the returns.
     """
-    discounts = args.gamma, args.gae_lambda, args.vtrace_rho_clip, args.vtrace_c_clip
-    all_advantages = compute_advantages(values, rewards, dones, valid[:-1], ratio, *discounts)
+    valid = valid[:-1]
+    advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps // WORLD_SIZE
-    segments, importance = sample_segments(all_advantages, uniform, k, args.prio_alpha, beta)
-    advantages, values, weight = (
-        all_advantages[:, segments],
-        values[:-1, segments],
-        valid[:-1, segments],
-    )
-    returns = advantages + values
-    share = weight / weight.sum().clamp_min(1)
-    mean = (share * advantages).sum()
-    summary = torch.stack((weight.sum(), mean, (share * (advantages - mean) ** 2).sum()))
-    return segments, importance, advantages, returns, values, weight, summary, all_advantages
+    segments, importance = sample_segments(advantages, uniform, k, args.prio_alpha, beta)
+    returns = advantages + values[:-1]
+    weight = valid[:, segments] * importance * valid.shape[1] / k
+    of_segments = [tensor[:, segments] for tensor in (advantages, returns, values[:-1])]
+    share = Minibatch(segments, *of_segments, weight)
+    x = torch.stack((advantages, returns)) * valid
+    totals = torch.stack((x.sum((1, 2)), (x**2).sum((1, 2))), dim=1)
+    return share, torch.cat((valid.sum()[None], totals.flatten()))
 
 
-def weigh_minibatch(segments, importance, advantages, returns, values, weight, summaries, args):
-    """What `ppo_loss` needs of one rank's share, by all ranks' summaries (ranks, 3): advantages normalized over all,
-    and weight 1 / all steps that count. Weights k / (N q) of each rank's own draw are unbiased for the mean of all."""
-    counts, means, variances = summaries.T
-    total = counts.sum().clamp_min(1)
+def weigh(share: Minibatch, totals: torch.Tensor, args: Args) -> Minibatch:
+    """Finishes a rank's share by the totals (5) of all ranks: see `draw_minibatch`."""
+    count = totals[0].clamp_min(1)
+    _, mean, square, _, _ = totals / count
+    advantages = share.advantages
     if args.norm_adv:
-        mean = (counts * means).sum() / total
-        variance = (counts * (variances + (means - mean) ** 2)).sum() / total
-        advantages = (advantages - mean) / (variance.sqrt() + 1e-8)
-    return segments, advantages * importance, returns, values, weight / total
+        advantages = (advantages - mean) / ((square - mean**2).clamp_min(0) + 1e-16).sqrt()
+    return share._replace(advantages=advantages, weight=share.weight / count)
 
 
-# PuffeRL's names: old_approx_kl is the mean of -log ratio, importance the mean ratio.
-LOSSES = (
-    "policy_loss",
-    "value_loss",
-    "entropy",
-    "old_approx_kl",
-    "approx_kl",
-    "clipfrac",
-    "importance",
-    "grad_norm",
-)
+def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
+    """Adds x (n, features) of all ranks to the running statistics, as training would add one's."""
+    x = x.double()
+    totals = torch.stack((torch.ones_like(x), x, x**2)).sum(1)
+    dist.all_reduce(totals)
+    _, mean, square = totals / totals[0]
+    variance = (square - mean**2) * totals[0] / (totals[0] - 1)
+    norm.num_batches_tracked += 1
+    norm.running_mean.lerp_(mean.float(), 1 / norm.num_batches_tracked)
+    norm.running_var.lerp_(variance.float(), 1 / norm.num_batches_tracked)
 
 
-def ppo_loss(agent, hidden, actions, old_logprobs, advantages, returns, old_values, weight, args):
-    """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus, as sums weighted by `weight`.
+def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
+    """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus.
 
-    hidden (T, B, H): LSTM outputs; actions (T, B, actions); the rest (T, B) float32. weight: 0, or 1 / the steps that
-    count in the whole minibatch; its parts are added, so every term is a weighted sum. Importance weights are in the
-    advantages, nowhere else. Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    hidden (T, B, H): LSTM outputs; actions (T, B, actions); old_logprobs (T, B). Every mean is a
+    sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
+    Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
     """
+    _, advantages, returns, old_values, weight = minibatch
     logits, values = agent.heads(hidden)
     logprobs, entropy = agent.evaluate_actions(logits, actions)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
-    surrogate = torch.min(
-        ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages
-    )
-    policy_loss = -(weight * surrogate).sum()
-    clipped = old_values + (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
-    value_error = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -(weight * torch.min(ratio * advantages, clipped_ratio * advantages)).sum()
+    change = (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
+    value_error = torch.max((values - returns) ** 2, (old_values + change - returns) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     with torch.no_grad():  # for the log
         approx_kl = (weight * (ratio - 1 - logratio)).sum()
         clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-        old_approx_kl, mean_ratio = -(weight * logratio).sum(), (weight * ratio).sum()
-        losses = torch.stack(
-            (policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac, mean_ratio)
-        )
-    return loss, logratio.detach(), values.detach(), losses
-
-
-def minibatch_loss(agent, observations, h, c, dones, actions, logprobs, segments, *drawn, args):
-    """`ppo_loss` of these segments (B) of the batch: observations (T, N, *obs), h and c (N, H) before them, dones,
-    actions, logprobs. drawn: what else `draw_minibatch` gave. Values are clipped around the newest, as in PuffeRL."""
-    features = agent.encode(
-        observations.index_select(1, segments)
-    )  # [:, segments] takes two to four times as long
-    hidden = LSTM.apply(
-        features, h[segments], c[segments], dones[:, segments], *agent.lstm_weights()
-    )
-    return ppo_loss(agent, hidden, actions[:, segments], logprobs[:, segments], *drawn, args)
+        terms = (policy_loss, value_loss, entropy, approx_kl, clipfrac)
+    return loss, logratio.detach(), values.detach(), torch.stack(terms).detach()
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
-    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns actions, logprobs, values, h, c."""
-    hidden, h, c, *_ = lstm_forward(
-        agent.encode(observations[None]), h, c, dones[None], weight, bias
-    )
+    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns h, c after too."""
+    features = agent.encode(observations[None])
+    hidden, h, c = lstm_forward(features, h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
-    return *agent.sample(logits, noise), values, h, c
+    actions, logprobs = agent.sample(logits, noise)
+    return actions, logprobs, values, h, c
 
 
-def newton_schulz(updates: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sets the singular values of matrices (batch, rows, columns) to about 1: Muon's quintic iteration (Jordan et al.
-    2024), x <- (a + b G + c G^2) x with G = x x'. In float32 the factors are multiplied up on the small G, and x comes
-    last: half the work. bfloat16 has not the digits for that. Returns the same shape, of this dtype."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = updates.shape[1] > updates.shape[2]
-    x = (updates.mT if tall else updates).to(dtype)
+LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm"]
+COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`
+
+
+# ALGO LOGIC: Muon ---------------------------------------------------------------------------------
+
+
+def newton_schulz(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sets the singular values of matrices (batch, rows, columns) to about 1: Muon's quintic
+    iteration (Jordan et al. 2024), x <- (a + b G + c G^2) x with G = x x'. Returns this dtype."""
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
+    tall = x.shape[1] > x.shape[2]
+    x = (x.mT if tall else x).to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    if (
-        dtype == torch.float32 and x.device.type == "cpu"
-    ):  # on CUDA it may be TF32, which has not the digits either
+    for _ in range(5):
         gram = x @ x.mT
-        product = identity = torch.eye(gram.shape[1], device=x.device).expand_as(gram)
-        for _ in range(5):
-            factor = torch.baddbmm(a * identity + b * gram, gram, gram, alpha=c)
-            product, gram = factor @ product, factor @ gram @ factor
-        x = product @ x
-    else:
-        for _ in range(5):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized: W -= lr sqrt(max(1, rows / columns)) newton_schulz(update)."""
+    """Nesterov momentum, orthogonalized. (torch.optim.Muon's bfloat16 is slow on most CPUs.)"""
 
     def __init__(self, parameters, lr: torch.Tensor, momentum: float, dtype: torch.dtype):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
         self.dtype = dtype  # of the iteration
+        for parameter in parameters:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self):
-        group, same_shape = self.param_groups[0], defaultdict(list)
+        group = self.param_groups[0]
+        same_shape = defaultdict(list)
         for parameter in group["params"]:
-            buffer = self.state[parameter].setdefault(
-                "momentum_buffer", torch.zeros_like(parameter)
-            )
+            buffer = self.state[parameter]["momentum_buffer"]
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
             same_shape[parameter.shape].append((parameter, update))
-        for (
-            rows,
-            columns,
-        ), pairs in same_shape.items():  # one batched product: the LSTM's two matrices
-            updates = newton_schulz(
-                torch.stack([update for _, update in pairs]), self.dtype
-            ).float()
-            for (parameter, _), update in zip(
-                pairs, updates * (group["lr"] * max(1, rows / columns) ** 0.5)
-            ):
+        for (rows, columns), pairs in same_shape.items():  # the LSTM's two: one batched product
+            stacked = torch.stack([update for _, update in pairs])
+            updates = newton_schulz(stacked, self.dtype).float()
+            updates *= group["lr"] * max(1, rows / columns) ** 0.5
+            for (parameter, _), update in zip(pairs, updates):
                 parameter.sub_(update)
 
 
 def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
-    """Muon for matrices with Adam for the rest, or Adam for all. Learning rates are tensors, for CUDA graphs."""
-    parameters, device = dict(agent.named_parameters()), agent.policy.value.weight.device
-    lr, adam_lr = (
-        torch.tensor(rate, device=device) for rate in (args.learning_rate, args.adam_learning_rate)
-    )
-    adam = functools.partial(
-        torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda"
-    )
+    """Muon for matrices and Adam for the rest, or Adam. CUDA graphs want rates as tensors."""
+    device = agent.policy.value.weight.device
+    lr = torch.tensor(args.learning_rate, device=device)
+    adam = partial(torch.optim.Adam, eps=1e-8, fused=True, capturable=device.type == "cuda")
     if args.optimizer == "adam":
-        return [adam(parameters.values(), lr=lr, betas=(args.momentum, 0.999))]
-    matrices = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.ndim == 2 and "logstd" not in name
-    ]
-    muon = Muon([parameters.pop(name) for name in matrices], lr, args.momentum, agent.dtype)
-    return [muon, adam(parameters.values(), lr=adam_lr)]
+        return [adam(agent.parameters(), lr=lr, betas=(args.momentum, 0.999))]
+    matrices = []
+    rest = []
+    for name, parameter in agent.named_parameters():
+        is_matrix = parameter.ndim == 2 and "logstd" not in name
+        (matrices if is_matrix else rest).append(parameter)
+    muon = Muon(matrices, lr, args.momentum, agent.dtype)
+    return [muon, adam(rest, lr=torch.tensor(args.adam_learning_rate, device=device))]
 
 
-# TRAINING -------------------------------------------------------------------------------------------------------------
-
-COMPILED = (
-    "act",
-    "lstm_forward",
-    "lstm_backward",
-    "draw_minibatch",
-    "ppo_loss",
-)  # by compile_hot_functions
-
-
-def train(args: Args, resumed: dict | None = None, store: dist.Store | None = None) -> int:
-    """Trains until --total-timesteps, --time-limit or a signal. Returns the exit code."""
+def train(args: Args, envs: "Envs", run: "Run"):
+    """Trains until --total-timesteps, --time-limit or a signal."""
     device = torch.device(args.device)
-    iteration, step = (resumed["iteration"], resumed["step"]) if resumed else (0, 0)
-    if args.num_envs % WORLD_SIZE or args.minibatch_size % (
-        args.num_steps * WORLD_SIZE
-    ):  # whole segments
-        raise UsageError(
-            f"--num-envs {args.num_envs}, --minibatch-size {args.minibatch_size}: must split on {WORLD_SIZE} ranks"
-        )
-    envs = make_envs(
-        args, seed_everything(args.seed + iteration + 1_000_003 * RANK), args.num_envs // WORLD_SIZE
-    )
-    args, resumed, iteration, step = join_ranks(
-        store or dist.HashStore(), args, resumed, iteration, step
-    )
-    T, N = args.num_steps, envs.num_agents  # of this rank
-    batch_size = N * T * WORLD_SIZE
-    total_steps = step - (step - args.total_timesteps) // batch_size * batch_size  # rounded up
-    if args.minibatch_size > batch_size:
-        raise UsageError(
-            f"--minibatch-size {args.minibatch_size}: more than the {N} agents x {T} steps of a batch"
-        )
-    if step >= args.total_timesteps:
-        raise UsageError(f"--resume: complete, at {step} steps; give a larger --total-timesteps")
+    T = args.num_steps
+    N = envs.num_agents  # of this rank
+    batch_size = T * N * WORLD_SIZE
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
-
-    set_up_device(
-        args, envs
-    )  # before the first weights: they differ in bits by the number of threads
-    agent = Agent(
-        envs.single_observation_space, envs.single_action_space, args.hidden_size, args.precision
-    ).to(device)
+    agent = Agent(envs.observation_space, envs.action_space, args).to(device)
     optimizers = make_optimizers(agent, args)
-    load_state(agent, optimizers, args, resumed)
-    if args.compile:
-        compile_hot_functions()
+    run.restore(agent, optimizers)
 
-    # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid become row 0 of the
-    # next, its values are the bootstrap, its actions and logprobs count for nothing.
-    observations = torch.zeros(
-        (T + 1, N, *envs.single_observation_space.shape), dtype=envs.torch_dtype, device=device
-    )
-    actions = torch.zeros((T + 1, N, envs.num_actions), dtype=agent.action_dtype, device=device)
-    dones, valid, logprobs, values = (torch.zeros((T + 1, N), device=device) for _ in range(4))
-    rewards, ratio = (torch.zeros((T, N), device=device) for _ in range(2))
-    h, c, start_h, start_c = (torch.zeros((N, args.hidden_size), device=device) for _ in range(4))
-    # What else changes from one iteration to the next is written in place too, so that CUDA graphs find it.
+    # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
+    # become row 0 of the next, its values are the bootstrap, its actions count for nothing.
+    zeros = partial(torch.zeros, device=device)
+    space = envs.observation_space
+    dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
+    observations = zeros(T + 1, N, *space.shape, dtype=dtype)
+    dtype = torch.float32 if agent.continuous else torch.int64
+    actions = zeros(T + 1, N, math.prod(envs.action_space.shape), dtype=dtype)
+    logprobs, values, dones, valid = zeros(4, T + 1, N)
+    rewards, ratio, discounted = zeros(3, T, N)
+    h, c, start_h, start_c = zeros(4, N, args.hidden_size)
+    # These change from one iteration to the next, in place too, so that CUDA graphs find them.
     noise = agent.sampling_noise(T + 1, N, device=device)
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
-    beta, statistics = torch.zeros((), device=device), torch.zeros(len(LOSSES), device=device)
-    # What one sum over ranks does for: gradients, losses, and in summaries a row of each rank.
-    sizes = [
-        *(parameter.numel() for parameter in agent.parameters()),
-        len(LOSSES) - 1,
-        3 * WORLD_SIZE,
-    ]
-    *gradients, loss_sums, summaries = (flat := torch.zeros(sum(sizes), device=device)).split(sizes)
-    summaries, norm = summaries.view(WORLD_SIZE, 3), 0.0
+    beta = zeros(())
+    # What is summed over the ranks: gradients and losses.
+    sizes = [*(parameter.numel() for parameter in agent.parameters()), len(LOSSES) - 1]
+    flat = zeros((sum(sizes),))
+    *gradients, sums = flat.split(sizes)
     for parameter, gradient in zip(agent.parameters(), gradients):
         parameter.grad = gradient.view_as(parameter)
-        dist.broadcast(parameter.data, src=0)
 
     def receive(t: int) -> slice:
-        """Stores what the environments sent: the observation and done flags of step t, and the reward of step t - 1."""
-        agents, observation, reward, done, counts = envs.receive()
-        observations[t, agents].copy_(
-            torch.as_tensor(observation), non_blocking=True
-        )  # no wait for a GPU
-        numbers = torch.as_tensor(np.stack((done, counts, reward)))  # one copy, not three
+        """Stores what came from the environments: o_t, d_t, and the reward of step t - 1."""
+        agents, observation, reward, done, is_valid = envs.receive()
+        observations[t, agents].copy_(torch.as_tensor(observation), non_blocking=True)
+        numbers = torch.as_tensor(np.stack((done, is_valid, reward)))  # one copy, not three
         dones[t, agents], valid[t, agents], reward = numbers.to(device, non_blocking=True)
         if t > 0:
-            rewards[t - 1, agents] = reward.clip(-1, 1) if args.clip_rewards else reward
+            clip = args.clip_rewards and not args.norm_rewards
+            rewards[t - 1, agents] = reward.clip(-1, 1) if clip else reward
         return agents
 
     @torch.no_grad()
     def act_at(t: int, first: int, last: int):
-        """Step t of the segment for some agents. Step T is for its value only and leaves h and c as they are."""
+        """Step t for agents first to last. Step T is for its value only and leaves h, c alone."""
         rows = slice(first, last)
-        observation, done, noise_t = (tensor[t, rows] for tensor in (observations, dones, noise))
-        results = act(agent, observation, done, h[rows], c[rows], *lstm_weights, noise_t)
-        actions[t, rows], logprobs[t, rows], values[t, rows], *state = results
+        inputs = observations[t, rows], dones[t, rows], h[rows], c[rows]
+        action, logprob, value, new_h, new_c = act(agent, *inputs, *lstm_weights, noise[t, rows])
+        actions[t, rows] = action
+        logprobs[t, rows] = logprob
+        values[t, rows] = value
         if t < T:
-            h[rows], c[rows] = state
+            h[rows] = new_h
+            c[rows] = new_c
 
-    def draw():
-        """Returns this rank's share of a minibatch, and all its advantages; writes its row of summaries."""
+    def update() -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws a minibatch and takes an optimizer step. Returns the draw's totals, and LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        *drawn, summaries[RANK], advantages = draw_minibatch(
-            values, rewards, dones, valid, ratio, uniform, beta, args
-        )
-        return drawn, advantages
-
-    def update(drawn, last: bool):
-        """Takes an optimizer step. Returns the next minibatch's share unless this is the last, and LOSSES."""
-        drawn = weigh_minibatch(*drawn, summaries, args)
-        batch, sums = (observations[:T], start_h, start_c, dones[:T], actions[:T], logprobs[:T]), 0
+        drawn = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        share, totals = drawn
+        dist.all_reduce(totals)
+        minibatch = weigh(share, totals, args)
         flat.zero_()
-        for segments, *chunk in zip(
-            *(tensor.split(args.max_minibatch_size // T, dim=-1) for tensor in drawn)
-        ):
-            loss, logratio, newvalues, losses = minibatch_loss(
-                agent, *batch, segments, *chunk, args=args
-            )
+        most = args.max_minibatch_size // T  # segments at once; their gradients add up
+        for part in map(Minibatch._make, zip(*(tensor.split(most, -1) for tensor in minibatch))):
+            segments = part.segments
+            features = agent.encode(observations[:T].index_select(1, segments))
+            start = start_h[segments], start_c[segments]
+            hidden = lstm_outputs(features, *start, dones[:T, segments], *agent.lstm_weights())
+            taken = actions[:T, segments], logprobs[:T, segments]
+            loss, logratio, new_values, losses = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments], values[:T, segments] = logratio.exp(), newvalues
-            sums += losses
-        loss_sums.copy_(sums)
-        drawn = (
-            None if last else draw()[0]
-        )  # by the new values and ratios: it needs not the new parameters
-        run.lap("update")
-        if device.type == "cuda":
-            dist.all_reduce(
-                torch.zeros(1)
-            )  # by gloo: here a lost rank is an error, with nccl a device that hangs
+            ratio[:, segments] = logratio.exp()
+            values[:T, segments] = new_values
+            sums.add_(losses)
         dist.all_reduce(flat)
-        run.lap("reduce")
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return drawn, torch.cat((loss_sums, grad_norm[None]))
+        return totals, torch.cat((sums, grad_norm[None]))
 
-    # A function without arguments for each step and group of agents, so that each can be a CUDA graph of its own.
-    record = Recorded if args.cuda_graphs and args.device != "cpu" else lambda function: function
-    act_of, stopped = (
-        functools.cache(lambda *which: record(functools.partial(act_at, *which))),
-        False,
-    )
+    graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
+    act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
 
-    run = (SilentRun if RANK else Run)(args, agent, optimizers, envs, resumed)
-    with contextlib.closing(envs), run, other_ranks():
-        envs.reset()
-        groups = [
-            receive(0) for _ in range(envs.num_groups)
-        ]  # which agents act together; two are double-buffered
-        while step < total_steps and not stopped:
-            # ROLLOUT: T steps of every agent with the current policy. The state that the segment starts from is kept.
-            start_h.copy_(h), start_c.copy_(c)
-            noise.copy_(agent.sampling_noise(T + 1, N, device=device))
-            for stored, weight in zip(lstm_weights, agent.lstm_weights()):
-                stored.copy_(weight.detach())
-            for t in range(T + 1):  # the last for v_T alone
-                for rows in groups:
-                    if t > 0:
-                        receive(t)
-                        run.lap("env")
-                    act_of(t, rows.start, rows.stop)()
-                    if t < T:
-                        chosen = actions[t, rows].cpu().numpy()
-                        run.lap("policy")
-                        envs.send(chosen)
-                        run.lap("env")
-            run.lap("policy")
+    envs.reset()
+    groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
+    while run.exit_reason is None:
+        # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
+        for parameter in agent.parameters():  # unlike machines round updates differently
+            dist.broadcast(parameter.data, src=0)
+        start_h.copy_(h)
+        start_c.copy_(c)
+        noise.copy_(agent.sampling_noise(T + 1, N, device=device))
+        for stored, weight in zip(lstm_weights, agent.lstm_weights()):
+            stored.copy_(weight.detach())
+        for t in range(T + 1):  # the last for v_T alone
+            for rows in groups:
+                if t > 0:
+                    receive(t)
+                act_of(t, rows.start, rows.stop)()
+                if t < T:
+                    envs.send(actions[t, rows].cpu().numpy())
+        if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
+            for t in range(T):  # before t = 0 comes row -1, still of the segment before
+                discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
+            observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
+            rewards /= (agent.return_norm.running_var + 1e-8).sqrt()
 
-            # UPDATE: minibatches of segments, drawn by priority. Advantages follow the newest values and ratios.
-            progress = step / total_steps
-            factor = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}[
-                args.anneal
-            ]
-            for optimizer, learning_rate in zip(
-                optimizers, (args.learning_rate, args.adam_learning_rate)
-            ):
-                optimizer.param_groups[0]["lr"].fill_(learning_rate * factor)
-            beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
-            ratio.fill_(1), statistics.zero_(), summaries.zero_()
-            drawn, rollout_advantages = draw()  # of the policy that acted
-            rollout_returns = rollout_advantages + values[:T]
-            dist.all_reduce(summaries)
-            for minibatch in range(num_minibatches):
-                drawn, losses = update(drawn, last=minibatch == num_minibatches - 1)
-                statistics += losses
-            agreed = torch.tensor((norm, -norm, run.signum > 0, run.stopping), dtype=torch.float64)
-            dist.all_reduce(
-                agreed, dist.ReduceOp.MAX
-            )  # what one rank is told, all do after the same iteration
-            run.signum, stopped = run.signum or (signal.SIGTERM if agreed[2] else 0), agreed[3] > 0
-            norm = nn.utils.get_total_norm(agent.parameters())[None]
-            read = torch.cat((statistics / num_minibatches, norm))
-            *losses, norm = read.tolist()  # the one read: waits for the device
-            losses = dict(zip(LOSSES, losses, strict=True))
-            iteration, step = iteration + 1, step + batch_size
-            run.lap("update")
+        # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
+        update_began = time.perf_counter()
+        progress = run.step / args.total_timesteps
+        schedules = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}
+        for optimizer, rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
+            optimizer.param_groups[0]["lr"].fill_(rate * schedules[args.anneal])
+        beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
+        ratio.fill_(1)
+        statistics = zeros(len(LOSSES))
+        for minibatch in range(num_minibatches):
+            totals, losses = update()
+            statistics += losses
+            if minibatch == 0:  # of the policy that acted
+                rollout_mean = totals / totals[0].clamp_min(1)
+        losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
+        if args.norm_obs:  # not within a segment: the ratio starts at 1
+            observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
 
-            # LOGGING, CHECKPOINT
-            run.updated(iteration, step)
-            if broken := [name for name, value in losses.items() if not np.isfinite(value)]:
-                raise FloatingPointError(
-                    f"{', '.join(broken)} not finite at step {step}; try a lower --learning-rate"
-                )
-            if agreed[0] + agreed[1] > 1e-5 * agreed[0]:
-                raise FloatingPointError(
-                    f"the ranks' parameters have drifted apart by step {step}; unlike machines?"
-                )
-            last = step >= total_steps
-            if (
-                iteration == 1 or iteration % args.log_interval == 0 or last
-            ):  # losses of this iteration alone
-                counted = valid[:T] > 0
-                unexplained, variance = gather_logs(
-                    envs, run, rollout_advantages[counted], rollout_returns[counted]
-                )
-                losses["explained_variance"] = (
-                    float(1 - unexplained / variance) if variance > 0 else 0.0
-                )
-                run.log(losses, args.learning_rate * factor)
-            if iteration % args.checkpoint_interval == 0 or last:
-                run.save_checkpoint()
-            # The next segment begins where this one ended.
-            observations[0], dones[0], valid[0] = observations[T], dones[T], valid[T]
-            run.lap("log")
-        if step < total_steps:
-            run.exit_reason = run.signum.name.lower() if run.signum else "time_limit"
-            run.save_checkpoint()
-    return 128 + run.signum if run.signum else 0
+        # LOGGING, CHECKPOINT
+        run.update_done(batch_size, update_began)
+        if not all(map(math.isfinite, losses.values())):
+            most = f"{observations.abs().max():.2g}, {rewards.abs().max():.2g}"
+            raise FloatingPointError(
+                f"{losses}; largest observation, reward: {most}; docs/trouble.md"
+            )
+        if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
+            _, mean, square, mean_return, square_return = rollout_mean.tolist()
+            variance = max(square_return - mean_return**2, 1e-12)
+            losses["explained_variance"] = 1 - (square - mean**2) / variance
+            gather_logs(envs)
+            run.log(losses, args.learning_rate * schedules[args.anneal])
+        if run.iteration % args.checkpoint_interval == 0:
+            run.save()
+        # The next segment begins where this one ended.
+        observations[0] = observations[T]
+        dones[0] = dones[T]
+        valid[0] = valid[T]
 
 
-# ======================================================================================================================
-# PLUMBING: not needed to understand the algorithm, but for what `Envs.receive` says of dones and valid.
+# ==================================================================================================
+# PLUMBING: not needed to understand the algorithm, but for `Envs.receive` (dones and valid).
 
 
-class UsageError(Exception):
-    """A wrong argument: printed as one line, exit code 2."""
-
-
-@contextlib.contextmanager
-def blame(flag: str):
-    """Whatever goes wrong inside is the fault of this flag: a UsageError that says so."""
+def say(text: str, file=None):
+    """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
+    if RANK > 0 and not text.startswith("error"):
+        return
+    if RANK > 0:  # if rank 0 says the same, torchrun ends this one meanwhile
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    file = file or sys.stderr
     try:
-        yield
-    except Exception as error:
-        text = " ".join(str(error).split())[:400]
-        raise UsageError(f"{flag}: {type(error).__name__}: {text!r}") from error
+        print(text, file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
-def warn(message: str):
-    print(f"warning: {message}", file=sys.stderr)
+def fail(message: str):
+    """Ends the program for a wrong argument: one line, exit code 2."""
+    say(f"error: {message}")
+    sys.exit(2)
 
 
-def seed_everything(seed: int) -> int:
-    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
-    torch.backends.cudnn.deterministic = True  # the image encoder on CUDA
+def set_up_torch(args: Args, envs: "Envs", seed: int):
+    """Seeds, threads, memory, what is compiled, a GPU's stream. Before the first weights."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
     torch.set_float32_matmul_precision("high")
-    return seed
-
-
-def set_up_device(args: Args, envs: "Envs"):
-    """A GPU's stream and pinned memory; a CPU's threads: one per core, or fewer, so that each has its share of an
-    update's GFLOP (6 FLOP per parameter and step): less is not worth waiting for."""
+    if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
+        bfloat16 = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
+        worth = bfloat16 if args.precision == "bfloat16" else 0.5
+        steps = min(args.minibatch_size, args.max_minibatch_size)
+        width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
+        wanted = round(6e-9 * steps * args.hidden_size * width / worth)
+        torch.set_num_threads(max(1, min(wanted, torch.get_num_threads())))
+    # glibc returns freed blocks of some megabytes to the system; clearing them anew took a fifth
+    # of an update. M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that it takes:
+    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
+    ctypes.CDLL(None).mallopt(-3, 32 << 20)
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
-        buffer = envs.vecenv.buf["observations"] if envs.processes else envs.vecenv.observations
-        torch.cuda.cudart().cudaHostRegister(
-            buffer.ctypes.data, buffer.nbytes, 0
-        )  # pinned: copies do not wait
-    steps = min(args.minibatch_size, args.max_minibatch_size)
-    gflop = (
-        6e-9
-        * steps
-        * args.hidden_size
-        * (np.prod(envs.single_observation_space.shape) + 8 * args.hidden_size)
-    )
-    share = 0.5 if args.precision == "float32" else 2 if fast_bfloat16(args.device) == "AMX" else 1
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            max(1, min(round(gflop / share), joblib.cpu_count(only_physical_cores=True)))
-        )
-    # glibc returns freed blocks of some megabytes to the system, and clearing them anew took a fifth of an update.
-    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
+        buffer = getattr(envs.vecenv, "buf", vars(envs.vecenv))["observations"]  # pinned: no waits
+        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+    say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
+    if args.compile:
+        say("compiling: half a minute at the first start, later some seconds")
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(8))
+        except Exception as error:  # no g++, no Python.h, a cache that cannot be used
+            return say(f"warning: compiling fails here, so --no-compile: {error!r:.200}")
+        for name in COMPILED:
+            globals()[name] = torch.compile(globals()[name], dynamic=False)
 
 
 def fast_bfloat16(device: str) -> str | None:
     """What here multiplies bfloat16 faster than float32; None if nothing does."""
+    able = torch.cpu.get_capabilities()  # bf16: Arm's
     if device == "cuda":
-        return "CUDA" if torch.cuda.get_device_capability() >= (8, 0) else None
-    able = getattr(
-        torch.cpu, "get_capabilities", dict
-    )()  # torch 2.9, which torch_xla needs, has none
-    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's bfloat16"}
-    return next((name for key, name in names.items() if able.get(key)), None)
+        able = {"CUDA": torch.cuda.get_device_capability() >= (8, 0)}
+    return next((key for key in ("CUDA", "amx_bf16", "avx512_bf16", "bf16") if able.get(key)), None)
 
 
-def compile_hot_functions():
-    """Compiles what runs often. Without a C++ compiler, says so and stays eager."""
-    from torch._inductor import config, cpp_builder, cpu_vec_isa
+class CudaGraph:
+    """A function that works in place on the same tensors at every call, recorded at the fourth."""
 
-    def compile_then_rename(command: str, cwd: str):
-        """A start that is killed while it compiles must not leave half a library in torch's cache."""
-        words = shlex.split(command)
-        output = words.index("-o") + 1
-        target, words[output] = words[output], f"{words[output]}.{os.getpid()}"
-        run_compiler(shlex.join(words), cwd)
-        os.replace(words[output], target)
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception:
-        return warn(
-            "no C++ compiler, so --no-compile; on Debian or Ubuntu: sudo apt-get install g++"
-        )
-    run_compiler, cpp_builder._run_compile_cmd = cpp_builder._run_compile_cmd, compile_then_rename
-    config.cpp.simdlen = (
-        cpu_vec_isa.pick_vec_isa().bit_width()
-    )  # into the cache's key: no AVX-512 code on AVX2
-    for name in COMPILED:
-        globals()[name] = torch.compile(globals()[name], dynamic=False)
-
-
-class Recorded:
-    """A function that works in place on the same tensors at every call: a CUDA graph from the fourth one on."""
-
-    pool = functools.cache(
-        torch.cuda.graph_pool_handle
-    )  # one for all graphs: they are replayed in turn
+    pool = cache(torch.cuda.graph_pool_handle)  # one for all graphs: they are replayed in turn
 
     def __init__(self, function):
-        self.function, self.calls, self.graph, self.results = (
-            function,
-            0,
-            torch.cuda.CUDAGraph(),
-            None,
-        )
+        self.function = function
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
 
     def __call__(self):
         self.calls += 1
         if self.calls < 4:  # what it compiles and allocates once is no part of the graph
             return self.function()
         if self.calls == 4:
-            with torch.cuda.graph(
-                self.graph, Recorded.pool(), torch.cuda.current_stream(), "thread_local"
-            ):
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(self.graph, CudaGraph.pool(), stream, "thread_local"):
                 self.results = self.function()
         self.graph.replay()
         return self.results
 
 
-# PLUMBING: environments -----------------------------------------------------------------------------------------------
-
-
 class Envs:
-    """PufferLib's vectorized environments: receive(), then send() actions. Collects finished episodes and logs."""
+    """PufferLib's vectorized environments: receive(), then send() actions."""
 
     def __init__(self, vecenv, seed: int):
-        self.vecenv, self.seed, self.num_agents = vecenv, seed, vecenv.num_agents
-        vecenv.initialized = True  # no check of the first actions: it takes all to begin at 0
-        self.processes, self.received = getattr(vecenv, "processes", []), []
-        if self.processes:
-            atexit.register(
-                self.close
-            )  # before multiprocessing's own handler, which would wait for the workers
-            signal.signal(signal.SIGCHLD, self.check_workers)
-        self.num_groups = vecenv.num_agents // getattr(
-            vecenv, "agents_per_batch", vecenv.num_agents
-        )
-        self.single_action_space, space = (
-            vecenv.single_action_space,
-            vecenv.single_observation_space,
-        )
-        self.emulated, self.structure, shape = bool(vecenv.emulated), None, space.shape
-        if (
-            self.emulated and (dtype := vecenv.driver_env.obs_dtype).names
-        ):  # Dict and Tuple arrive as packed bytes
-            self.structure = dtype
-            shape = structured_to_unstructured(np.zeros(1, dtype)).shape[1:]
-        if self.structure or space.dtype == np.float64:
-            space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
-        self.single_observation_space, self.torch_dtype = (
-            space,
-            torch.as_tensor(np.zeros(1, space.dtype)).dtype,
-        )
-        self.num_actions = int(
-            np.prod(self.single_action_space.shape)
-        )  # a Discrete space has shape (), and one action
-        self.ended = np.ones(
-            self.num_agents, bool
-        )  # the episode is over: the next observation begins another
-        self.returns, self.lengths = np.zeros(self.num_agents), np.zeros(self.num_agents, int)
+        self.vecenv = vecenv
+        self.reset = partial(vecenv.async_reset, seed)
+        self.close = vecenv.close
+        self.num_agents = vecenv.num_agents
+        self.num_groups = self.num_agents // getattr(vecenv, "agents_per_batch", self.num_agents)
+        self.observation_space = vecenv.single_observation_space
+        self.action_space = vecenv.single_action_space
+        self.resets_late = isinstance(vecenv.driver_env, adapters.AdaptedEnvs)
+        self.ended = np.ones(self.num_agents, bool)  # the next observation begins an episode
+        self.returns = np.zeros(self.num_agents)
+        self.lengths = np.zeros(self.num_agents, int)
         self.episodes = []  # (agent, return, length) of each that finished
         self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
-
-    def check_workers(self, *_):
-        for i, process in enumerate(self.processes):
-            if process.exitcode is not None:
-                raise SystemExit(
-                    f"error: environment worker {i} (pid {process.pid}) ended: {process.exitcode}"
-                )
-
-    def reset(self):
-        self.check_workers()
-        self.vecenv.async_reset(self.seed)
+        self.seconds = 0.0  # spent in them
 
     def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
-        dones: the episode ended just before this observation. valid: 0 where the environment will ignore the next
-        action (PufferLib's emulation resets on the step after the end, and pads agents that are gone).
+        dones: the episode ended just before this observation. valid: 0 where the environment will
+        ignore the next action. Gymnasium's and PettingZoo's show the last observation and reset in
+        the step after it. C environments reset in the same step: this observation is the next
+        episode's first, and a truncation has none to bootstrap from.
         """
-        if self.processes:  # PufferLib wants recv and send in turn; two groups are received before either is sent to
-            self.vecenv.flag = pufferlib.vector.RECV
+        began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
-        if self.processes:
-            self.received.append(self.vecenv.w_slice)
+        self.seconds += time.perf_counter() - began
         agents = slice(int(ids[0]), int(ids[-1]) + 1)
-        ended = np.logical_or(terminals, truncations)
-        acted = ~self.ended[
-            agents
-        ]  # False at the first observation of all, and after an end that `send` reset
+        ended = terminals | truncations
+        acted = ~self.ended[agents]  # not where the environment has just been reset
         self.returns[agents] += rewards * acted
         self.lengths[agents] += acted
         over = np.flatnonzero(ended & acted) + agents.start
-        self.episodes += zip(
-            over.tolist(), self.returns[over].tolist(), self.lengths[over].tolist()
-        )
-        self.returns[over], self.lengths[over] = 0, 0
-        # An emulated environment shows the last observation, and the next `send` resets. C environments reset in the
-        # same step: this observation is the next episode's first, and a truncation has none to bootstrap from.
-        dones = self.ended[agents] | (terminals if self.emulated else ended)
-        self.ended[agents] = ended if self.emulated else False
-        valid = mask & ~ended if self.emulated else mask
+        self.episodes += zip(over, self.returns[over], self.lengths[over])
+        self.returns[over] = 0
+        self.lengths[over] = 0
+        if self.resets_late:
+            dones = self.ended[agents] | terminals
+            valid = mask & ~ended
+            self.ended[agents] = ended | ~mask  # an agent that was gone begins anew
+        else:
+            dones = self.ended[agents] | ended
+            valid = mask
+            self.ended[agents] = False
         for info in infos:
-            for key, value in pufferlib.unroll_nested_dict(info):
-                if np.isscalar(value) and not isinstance(value, str):
-                    self.logs[key].append((float(value), info.get("n", 1)))
-        if self.structure is not None:
-            observations = structured_to_unstructured(
-                observations.reshape(len(ids), -1).view(self.structure)[:, 0]
-            )
-        observations = observations.astype(self.single_observation_space.dtype, copy=False)
-        return agents, observations, rewards, dones.astype(np.float32), valid.astype(np.float32)
+            weight = 1 if self.resets_late else info.get("n", 1)  # Ocean logs means of n episodes
+            for key, value in info.items():
+                self.logs[key].append((value, weight))
+        return agents, observations, rewards, np.float32(dones), np.float32(valid)
 
     def send(self, actions: np.ndarray):
         """Actions (n, actions), as the agent chose them; a Gaussian's are clipped to their Box."""
-        space = self.single_action_space
+        space = self.action_space
+        actions = actions.reshape(-1, *space.shape)
         if isinstance(space, gym.spaces.Box):
-            actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(
-                space.dtype
-            )
-        else:
-            actions = (actions.reshape(-1, *space.shape) + space.start).astype(np.int32)
-        if self.processes:
-            self.vecenv.flag, self.vecenv.w_slice = pufferlib.vector.SEND, self.received.pop(0)
+            actions = actions.clip(space.low, space.high).astype(space.dtype)
+        began = time.perf_counter()
         self.vecenv.send(actions)
+        self.seconds += time.perf_counter() - began
 
     def means(self) -> dict[str, float]:
-        """What the environments logged, each value weighted by the number of episodes that it is of."""
-        pairs = {key: np.array(values).T for key, values in self.logs.items()}
-        return {
-            key: np.average(values, weights=weights + 1e-9)
-            for key, (values, weights) in pairs.items()
-        }
-
-    def close(self):
-        atexit.unregister(self.close)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for process in self.processes:
-            (
-                process.kill(),
-                process.join(),
-            )  # nothing of theirs is worth a wait, and they ignore SIGTERM
-        self.vecenv.close()
-
-
-def environment_class(env_id: str):
-    """The callable that makes one environment for PufferLib: takes buf, seed and the environment's own arguments.
-
-    Tried in this order: a name of Ocean's, a module with parallel_env (PettingZoo), a Gymnasium id.
-    """
-    name, (module, _, gym_id) = env_id.removeprefix("puffer_"), env_id.rpartition(":")
-    makers = {
-        key.removeprefix("make_"): value
-        for key, value in vars(ocean).items()
-        if key.startswith("make_")
-    }
-    makers |= ocean.MAKE_FUNCTIONS
-    try:
-        if callable(makers.get(name)):
-            return makers[name]
-        if name in makers:
-            return getattr(importlib.import_module(f"pufferlib.ocean.{name}.{name}"), makers[name])
-        if module:
-            importlib.import_module(module)  # it registers its environments
-        elif gym_id not in gym.registry and "/" not in env_id and importlib.util.find_spec(env_id):
-            return functools.partial(make_pettingzoo, importlib.import_module(env_id).parallel_env)
-        gym.spec(gym_id)
-        return functools.partial(make_gymnasium, gym_id)
-    except Exception as error:
-        near = ", ".join(
-            difflib.get_close_matches(env_id, [*makers, *gym.registry], cutoff=0.5)
-            or sorted(makers)
-        )
-        raise UsageError(
-            f"--env-id {env_id}: unknown, or does not load ({error!r}); known: {near}"
-        ) from error
-
-
-def make_gymnasium(gym_id: str, buf=None, seed=0, **kwargs):
-    env = gym.make(gym_id, **kwargs)
-    if isinstance(
-        env.observation_space, gym.spaces.Discrete
-    ):  # PufferLib packs a lone Discrete into nothing
-        env = gym.wrappers.FlattenObservation(env)  # one-hot
-    return pufferlib.emulation.GymnasiumPufferEnv(
-        env=pufferlib.EpisodeStats(env), buf=buf, seed=seed
-    )
-
-
-def make_pettingzoo(parallel_env, buf=None, seed=0, **kwargs):
-    env = pufferlib.MeanOverAgents(pufferlib.MultiagentEpisodeStats(parallel_env(**kwargs)))
-    return pufferlib.emulation.PettingZooPufferEnv(env=env, buf=buf, seed=seed)
-
-
-def make_one(make, base_seed: int, parent: int, kwargs: dict, buf=None, seed: int = 0):
-    """Makes one environment, in this process or in a worker; `seed` is its number as PufferLib counts them.
-
-    PufferLib gives environments of different workers the same seeds, and its workers outlive a killed parent.
-    """
-    own = base_seed + seed
-    if os.getpid() != parent:  # a worker
-        for signum in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # they may reach the whole process group; the parent decides
-            signal.signal(signum, signal.SIG_IGN)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
-        if os.getppid() != parent:
-            os._exit(1)
-        random.seed(own), np.random.seed(own % 2**32)
-    ctypes.CDLL(None).srand(own)  # the C environments' rand()
-    env = make(buf=buf, seed=seed, **kwargs)
-    if not isinstance(env, pufferlib.PufferEnv):
-        reset = env.reset
-        env.reset = lambda seed=None: reset(seed=None if seed is None else own)
-    return env
+        """Of the episodes that finished since the last call, and of what was logged."""
+        means = {}
+        if self.episodes:
+            _, returns, lengths = zip(*self.episodes)
+            means["episodic_return"] = np.mean(returns)
+            means["episodic_return_min"] = min(returns)
+            means["episodic_return_max"] = max(returns)
+            means["episodic_length"] = np.mean(lengths)
+        for key, pairs in self.logs.items():
+            values, weights = np.array(pairs, float).T
+            means[f"env/{key}"] = np.average(values, weights=weights + 1e-9)
+        self.episodes.clear()
+        self.logs.clear()
+        return means
 
 
 def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
-    """Vectorized environments as the arguments say. Raises UsageError."""
-    make, kwargs, copies = environment_class(args.env_id), dict(args.env), num_envs or args.num_envs
-    if args.num_workers is None:  # on a GPU all cores but two, or fewer: even, and a divisor
-        cores = joblib.cpu_count(only_physical_cores=True) if args.device == "cuda" else 0
-        most = cores // int(os.getenv("LOCAL_WORLD_SIZE", 1)) - 2
-        args.num_workers = max((n for n in range(2, most + 1, 2) if copies % n == 0), default=0)
-    if args.num_workers and copies % args.num_workers:
-        raise UsageError(
-            f"--num-envs {copies}: must be a multiple of --num-workers {args.num_workers}"
-        )
-    if (
-        native := "num_envs" in inspect.signature(make).parameters
-    ):  # one object steps many environments
-        kwargs["num_envs"], copies = copies // max(args.num_workers, 1), max(args.num_workers, 1)
-    how = {"num_envs": copies, "backend": "PufferEnv" if native else "Serial"}
-    if args.num_workers:  # in halves if they are even: one steps while the policy acts on the other
-        how |= {"backend": "Multiprocessing", "num_workers": args.num_workers, "overwork": True}
-        how["batch_size"] = copies // (2 if args.num_workers % 2 == 0 else 1)
-    with blame(f"--env-id {args.env_id}: cannot be made with {args.env}"):
-        return Envs(
-            pufferlib.vector.make(
-                functools.partial(make_one, make, seed, os.getpid(), kwargs), **how
-            ),
-            seed,
-        )
-
-
-# PLUMBING: a run's folder: checkpoints, logging -----------------------------------------------------------------------
-
-
-def write_atomically(path: Path, content):
-    """A text, or what torch.save takes. Whoever reads sees the old file or the new one, whole."""
-    temporary, data = path.with_name(path.name + ".tmp"), io.BytesIO()
-    data.write(content.encode()) if isinstance(content, str) else torch.save(content, data)
+    """--num-envs environments (or so many), in this process or in --num-workers of their own."""
     try:
-        temporary.write_bytes(data.getvalue())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # a full disk: do not keep what did not fit
+        many = num_envs or args.num_envs
+        vecenv = adapters.make(args.env_id, args.env, many, args.num_workers, seed)
+    except pufferlib.APIUsageError as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    return Envs(vecenv, seed)
 
 
-def checkpoints(folder: Path, kind: str) -> list[Path]:
-    """By iteration, the newest last."""
-    return sorted(folder.glob(f"{kind}_[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
-
-
-def load_checkpoint(path: str, output_dir: str) -> dict:
-    """The newest whole checkpoint of a run: its folder, a file in it, or "latest" of output_dir. Raises UsageError."""
-    folder = Path(path).parent if path.endswith(".pt") else Path(path)
-    if path == "latest":
-        newest = max(Path(output_dir).glob("*/trainer_*.pt"), key=os.path.getmtime, default=None)
-        folder = newest.parent if newest else Path(output_dir)
-    for file in reversed(checkpoints(folder, "trainer")):
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            return state | {"folder": str(folder), "config": dict(state["config"])}
-        except Exception as error:
-            warn(f"{file}: damaged ({type(error).__name__}), so the checkpoint before it is taken")
-    raise UsageError(
-        f"--resume {path}: no whole trainer_*.pt in {folder}; --load-weights takes a model_*.pt"
-    )
-
-
-def load_state(
-    agent: Agent, optimizers: list[torch.optim.Optimizer], args: Args, resumed: dict | None
-):
-    """A checkpoint's weights and optimizers' states, or the weights of --load-weights. Raises UsageError."""
-    source = "--resume" if resumed else f"--load-weights {args.load_weights}"
-    with blame(
-        f"{source}: does the network fit (--env-id, --hidden-size, the script), and --optimizer?"
-    ):
-        if resumed:
-            agent.load_state_dict(resumed["model"])
-            for optimizer, state in zip(optimizers, resumed["optimizers"], strict=True):
-                optimizer.load_state_dict(
-                    optimizer.state_dict() | {"state": state}
-                )  # rates and momenta: flags win
-        elif args.load_weights:
-            weights = torch.load(args.load_weights, map_location="cpu", weights_only=True)
-            agent.load_state_dict(
-                {name.removeprefix("module."): weight for name, weight in weights.items()}
-            )
-
-
-class Run(contextlib.AbstractContextManager):
-    """A run's folder: config.yaml, the script, metrics.jsonl, TensorBoard events, checkpoints; and the terminal."""
-
-    def __init__(
-        self, args: Args, agent: Agent, optimizers: list, envs: Envs, resumed: dict | None
-    ):
-        self.args, self.agent, self.optimizers, self.envs = args, agent, optimizers, envs
-        before = resumed or dict.fromkeys(("iteration", "step", "seconds", "startup"), 0)
-        self.iteration, self.step, self.startup = (
-            before["iteration"],
-            before["step"],
-            before["startup"],
-        )
-        self.began = self.last_lap = time.perf_counter()
-        self.zero, self.last_step = self.began - before["seconds"], self.step
-        self.phases, self.shown, self.failed = defaultdict(float), {}, set()
-        self.started, self.signum, self.exit_reason = False, 0, "completed"
-        self.env_name = args.env_id.replace("/", "-").replace(":", "-")
-        self.folder = Path(resumed["folder"]) if resumed else job_folder(args)
-        if RANK > 0:
-            return
-        with blame(f"--output-dir {args.output_dir}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(
-                self.folder / "config.yaml", yaml.safe_dump(vars(args), sort_keys=False)
-            )
-            write_atomically(self.folder / Path(__file__).name, Path(__file__).read_text())
-            self.jsonl = (self.folder / "metrics.jsonl").open("a")
-            # Back to where the checkpoint was written: the lines after it would come twice.
-            self.jsonl.truncate(resumed["metrics_size"] if resumed else 0)
-        if args.track:
-            with self.tolerate("W&B"):
-                os.environ.setdefault(
-                    "WANDB_INIT_TIMEOUT", "20"
-                )  # seconds that an unreachable server costs
-                os.environ.setdefault("WANDB_PROJECT", "ppo-lstm-puffer")
-                import wandb
-
-                wandb.init(
-                    name=self.folder.name, config=vars(args), dir=self.folder, sync_tensorboard=True
-                )
-        threading.excepthook = lambda failed: warn(
-            f"TensorBoard failed, training goes on: {failed.exc_value}"
-        )
-        self.writer = torch.utils.tensorboard.SummaryWriter(self.folder, purge_step=self.step + 1)
-        schedule = torch.profiler.schedule(
-            wait=4, warmup=1, active=3, repeat=1
-        )  # --profile: of iterations 6 to 8
-        trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
-        self.profiler = (
-            torch.profiler.profile(schedule=schedule, on_trace_ready=trace)
-            if args.profile
-            else None
-        )
-        compiling = (
-            "\ncompiling: half a minute at the first start, later some seconds" * args.compile
-        )
-        print(f"on: {machine(args)}\nrun: {self.folder}{compiling}", file=sys.stderr)
-        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
-        columns = text, BarColumn(20), TimeRemainingColumn()
-        self.live = Progress(
-            *columns, expand=True, console=Console(stderr=True), disable=not sys.stderr.isatty()
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Since the start, those before a resume included; `startup` are those of them before a first update."""
-        return time.perf_counter() - self.zero
-
-    @property
-    def stopping(self) -> bool:
-        limit = self.args.time_limit
-        return bool(self.signum) or (
-            limit is not None and self.started and self.seconds - self.startup >= limit
-        )
-
-    def note_signal(self, signum, _):
-        """SIGINT and SIGTERM: the loop finishes its step and saves. A second SIGINT interrupts at once."""
-        if self.signum == signal.SIGINT == signum:
-            raise KeyboardInterrupt
-        self.signum = signal.Signals(signum)
-        os.write(
-            2, b"stopping: finishing this step, writing a checkpoint\n"
-        )  # print is not for signal handlers
-
-    @contextlib.contextmanager
-    def tolerate(self, what: str):
-        """A full disk or an unreachable service does not stop training: warns once, goes on."""
-        try:
-            yield
-        except Exception as error:
-            if what not in self.failed:
-                warn(f"{what} failed, training goes on: {type(error).__name__}: {error}")
-            self.failed.add(what)
-
-    def lap(self, phase: str):
-        """The seconds since the last lap were this phase's."""
-        before, self.last_lap = self.last_lap, time.perf_counter()
-        self.phases[phase] += self.last_lap - before
-
-    def updated(self, iteration: int, step: int):
-        """After each update. At the first one all is compiled, and from then on there is something to save."""
-        self.iteration, self.step = iteration, step
-        if not self.started:
-            self.started, self.startup = True, self.startup + time.perf_counter() - self.began
-            (
-                signal.signal(signal.SIGINT, self.note_signal),
-                signal.signal(signal.SIGTERM, self.note_signal),
-            )
-            self.task = self.live.add_task("", total=self.args.total_timesteps)
-            self.live.start()
-            if self.profiler:
-                self.profiler.start()
-        if self.profiler:
-            self.profiler.step()
-
-    def write(self, row: dict) -> dict:
-        row = {
-            "step": self.step,
-            "iteration": self.iteration,
-            "time": self.seconds,
-            "startup": self.startup,
-        } | row
-        with self.tolerate("metrics.jsonl"):
-            print(json.dumps(row), file=self.jsonl, flush=True)
-        return row
-
-    def log(self, losses: dict[str, float], learning_rate: float):
-        """A line of metrics.jsonl, TensorBoard's scalars, and a line or the living one on the terminal."""
-        seconds = sum(self.phases.values())
-        row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
-        if self.envs.episodes:
-            _, returns, lengths = zip(*self.envs.episodes)
-            row |= {
-                "episodes": len(returns),
-                "episodic_return": np.mean(returns),
-                "episodic_length": np.mean(lengths),
-            }
-            row |= {"episodic_return_min": min(returns), "episodic_return_max": max(returns)}
-        row |= {f"env/{key}": mean for key, mean in self.envs.means().items()}
-        row |= {f"losses/{name}": value for name, value in losses.items()} | self.ranks
-        row |= {f"time/{name}": value for name, value in self.phases.items()}
-        row |= {f"time/{name}_share": value / seconds for name, value in self.phases.items()}
-        self.last_step = self.step
-        self.envs.episodes.clear(), self.envs.logs.clear(), self.phases.clear()
-        row = self.write(
-            {name: value for name, value in row.items() if np.isfinite(value)}
-        )  # JSON has no NaN
-        with self.tolerate("TensorBoard"):
-            for name, value in row.items():
-                name = name if "/" in name else f"charts/{'SPS' if name == 'sps' else name}"
-                self.writer.add_scalar(name, value, self.step)
-        names = "step time sps env/score episodic_return episodic_length losses/approx_kl losses/entropy"
-        self.shown |= row  # some have no new value in every interval
-        shown = (
-            (name.rpartition("/")[2], self.shown[name])
-            for name in names.split()
-            if name in self.shown
-        )
-        line = " ".join(
-            f"{name}={value:{'.0f' if value >= 1000 else '.4g'}}" for name, value in shown
-        )
-        self.live.update(self.task, completed=self.step, description=line)
-        if self.live.disable:
-            print(line, flush=True)
-
-    def save_checkpoint(self):
-        """model_*.pt is the weights alone; trainer_*.pt all that --resume needs."""
-        model = {
-            name: value.detach().cpu().clone() for name, value in self.agent.state_dict().items()
-        }
-        state = {
-            "iteration": self.iteration,
-            "step": self.step,
-            "seconds": self.seconds,
-            "startup": self.startup,
-        }
-        state |= {
-            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
-            "model": model,
-        }
-        state |= {"config": vars(self.args), "metrics_size": os.path.getsize(self.jsonl.name)}
-        with self.tolerate("checkpoint"):
-            for kind, content in (f"model_{self.env_name}", model), ("trainer", state):
-                write_atomically(self.folder / f"{kind}_{self.iteration:06d}.pt", content)
-                for old in checkpoints(self.folder, kind)[: -self.args.keep_checkpoints]:
-                    old.unlink()
-
-    def __exit__(self, kind, error, traceback):
-        """The last line of metrics.jsonl, whatever the end is."""
-        if error is not None:
-            name = {FloatingPointError: "diverged", SystemExit: "worker died"}.get(
-                kind, kind.__name__
-            )
-            self.exit_reason = f"{name}: {error}"
-        rss, vram = (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            torch.cuda.max_memory_allocated(),
-        )  # KiB, bytes
-        self.write(
-            {
-                "exit_reason": self.exit_reason,
-                "peak_rss_mb": rss / 1024,
-                "peak_vram_mb": vram / 2**20,
-            }
-        )
-        self.live.stop()
-        with self.tolerate("TensorBoard"):
-            self.writer.close()
-        if self.args.track and "W&B" not in self.failed:
-            sys.modules["wandb"].finish()
-        print(
-            f"{self.exit_reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}",
-            file=sys.stderr,
-        )
-
-
-class SilentRun(Run):
-    """On the other ranks: hears signals and measures times, but writes and shows nothing."""
-
-    profiler, live = None, Progress(disable=True)
-    log = save_checkpoint = __exit__ = lambda self, *_: self.phases.clear()
-
-
-def machine(args: Args) -> str:
-    """What this runs on and in which precision, and why."""
-    fast = fast_bfloat16(args.device)
-    why = "as told" if fast and args.precision == "float32" else fast or "no fast bfloat16 here"
-    where = (
-        torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else f"cpu, threads: {torch.get_num_threads()}"
-    )
-    if (
-        args.device == "cpu"
-        and os.path.exists("/proc/driver/nvidia")
-        and not torch.cuda.is_available()
-    ):
-        where += " (an NVIDIA driver is here, but this torch sees no GPU)"
-    return f"{where}, {args.precision} ({why})"
-
-
-# PLUMBING: the command line -------------------------------------------------------------------------------------------
-
-
-def check_args(args: Args):
-    """Resolves what is "auto", and raises UsageError for what cannot be right."""
-    checked(vars(args))
-    minibatch, most = args.minibatch_size, args.max_minibatch_size
-    if minibatch % args.num_steps:
-        raise UsageError(
-            f"--minibatch-size {minibatch}: must be a multiple of --num-steps {args.num_steps}"
-        )
-    if minibatch > most and (minibatch % most or most % args.num_steps):
-        raise UsageError(
-            f"--max-minibatch-size {most}: must divide --minibatch-size, and be a multiple of --num-steps"
-        )
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
-    if args.precision == "auto":
-        args.precision = "bfloat16" if fast_bfloat16(args.device) else "float32"
-    elif args.precision == "bfloat16" and not fast_bfloat16(args.device):
-        products = (
-            torch.ones(256, 256, dtype=dtype, device=args.device)
-            for dtype in (torch.bfloat16, torch.float32)
-        )
-        slow, fast = (
-            torch.utils.benchmark.Timer("x @ x", globals={"x": x}).timeit(3).mean for x in products
-        )
-        warn(
-            f"--precision bfloat16: products take {slow / fast:.0f} times as long as in float32 on this hardware"
-        )
-
-
-def checked(values: dict[str, Any]) -> Args:
-    """Arguments by their names, of the types and within the bounds that Args says. Raises UsageError."""
-    for key in values.keys() - Args.__annotations__:
-        near = difflib.get_close_matches(key, Args.__annotations__, cutoff=0)
-        raise UsageError(f"--{key}: there is no such argument; near it: {', '.join(near)}")
-    try:
-        return TypeAdapter(Args).validate_python(values)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise UsageError(
-            f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}"
-        ) from error
-
-
-def parse_value(text: Any) -> Any:
-    """A YAML value; 1e-3 is a number too, which YAML 1.1 writes 1.0e-3."""
-    value = yaml.safe_load(text) if isinstance(text, str) else text
-    with contextlib.suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
-    return value
-
-
-def parse_args(argv: list[str]) -> tuple[Args, dict | None]:
-    """Defaults, then --config or the run of --resume, then the command line. Raises UsageError."""
-    given, others = tyro.cli(Args, args=argv, add_help=False, return_unknown_args=True)
-    default, resumed = Args(), None
-    if given.config and given.resume:
-        raise UsageError(
-            "--resume: cannot be combined with --config; the run's own configuration is used"
-        )
-    if given.config:
-        with blame(f"--config {given.config}"):
-            config = yaml.safe_load(Path(given.config).read_text())
-            default = checked({key.replace("-", "_"): value for key, value in config.items()})
-    elif given.resume:
-        resumed = load_checkpoint(given.resume, given.output_dir)
-        config = resumed["config"] | {"device": "auto"}
-        for key in config.keys() - Args.__annotations__:
-            warn(f"--resume {given.resume}: unknown here, so ignored: {key}={config.pop(key)}")
-        default = checked(config)
-    for word in others:  # so that tyro knows them
-        if word.startswith("--env."):
-            default.env[word[6:].partition("=")[0].replace("-", "_")] = ""
-    args = tyro.cli(Args, args=argv, default=default, description=__doc__)
-    args.env = {key: parse_value(value) for key, value in args.env.items()}
-    check_args(args)
+def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
+    """Makes the process group. Returns the arguments and the checkpoint, which rank 0 has read."""
+    found = re.search(r"--dist.timeout[ =](\d+)", " ".join(words))
+    timeout = int(found[1]) if found else Args.dist_timeout
+    read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = meet(timeout) if WORLD_SIZE > 1 else dist.HashStore()
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(seconds=timeout)}
+    dist.init_process_group(backend, store=store, **group)
+    dist.broadcast_object_list(read)
+    args, resumed = read[0]
+    args.profile &= RANK == 0
+    if args.device == "cuda":
+        if torch.cuda.device_count() <= LOCAL_RANK:
+            fail(f"--device cuda: {torch.cuda.device_count()} GPUs here; each rank needs one")
+        torch.cuda.set_device(LOCAL_RANK)
     return args, resumed
 
 
-@contextlib.contextmanager
-def other_ranks():
-    """Turns what gloo, nccl and the store raise when another rank has ended or is late into a ConnectionError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise ConnectionError(
-                f"rank {RANK} lost another: {str(error).partition('. ')[0]}"
-            ) from error
-        raise
-
-
-def gather_logs(envs, run, *values: torch.Tensor) -> np.ndarray:
-    """Rank 0 gets what all ranks' environments logged, and which had most to do. Returns values' mean variances."""
-    ranks, busy = [None] * WORLD_SIZE, sum(run.phases[name] for name in ("env", "policy", "update"))
-    dist.all_gather_object(
-        ranks, (busy, [float(x.var()) for x in values], envs.episodes, envs.logs)
-    )
-    envs.episodes, envs.logs = [], defaultdict(list)
-    for *_, episodes, logs in ranks * (RANK == 0):
-        envs.episodes += episodes
-        for key, pairs in logs.items():
-            envs.logs[key] += pairs
-    busy, slowest = max((busy, rank) for rank, (busy, *_) in enumerate(ranks))
-    run.ranks = {"ranks/slowest": slowest, "ranks/slowest_share": busy / sum(run.phases.values())}
-    return np.mean([variances for _, variances, *_ in ranks], 0)
-
-
-def meet() -> tuple[dist.Store, bool]:
-    """A part of torchrun's store for this start alone, and whether it is a restart. The store has what the ranks before
-    left there, and hosts count restarts differently: so each leaves a new word, and waits until all saw the same."""
-    store = (
-        next(dist.rendezvous("env://", RANK, WORLD_SIZE))[0]
-        if "RANK" in os.environ
-        else dist.HashStore()
-    )
-    here, seen = ([f"{what} {rank}" for rank in range(WORLD_SIZE)] for what in ("here", "seen"))
-    store.set(here[RANK], f"{os.urandom(8).hex()} {RESTARTS}")
-    while True:
-        if store.check(here):
-            words = store.multi_get(here)
-            store.set(seen[RANK], b"".join(words))
-            if store.check(seen) and {b"".join(words)} == set(store.multi_get(seen)):
-                return dist.PrefixStore(words[0].hex(), store), any(
-                    not word.endswith(b" 0") for word in words
-                )
+def meet(timeout: int) -> dist.Store:
+    """torchrun's store under a name that no earlier start had: all ranks' words, once all saw them."""
+    limit = timedelta(seconds=timeout)
+    store, _, _ = next(dist.rendezvous("env://", RANK, WORLD_SIZE, timeout=limit))
+    here = [f"here {rank}" for rank in range(WORLD_SIZE)]
+    seen = [f"seen {rank}" for rank in range(WORLD_SIZE)]
+    store.set(here[RANK], os.urandom(8).hex())
+    for _ in range(50 * timeout):
+        words = b" ".join(store.multi_get(here))
+        store.set(seen[RANK], words)
+        if {*store.multi_get(seen)} == {words}:
+            return dist.PrefixStore(words.decode(), store)
         time.sleep(0.02)
+    raise dist.DistStoreError(f"not all came within {timeout} s (--dist-timeout)")
+
+
+def parse_job(words: list[str]) -> tuple[Args, dict | None]:
+    """`parse_args`, and the checkpoint of a job that torchrun starts again: never from zero."""
+    args, resumed = parse_args(words)
+    folder = job_folder(args)
+    if resumed is None and (folder / "trainer_state.pt").exists():
+        resumed = load_checkpoint(str(folder), "")
+        free = {"config", "resume", "output_dir", "auto", *args.auto}
+        given = asdict(args).items()
+        other = {name for name, value in given if value != resumed["config"].get(name)} - free
+        if other:
+            fail(f"--rdzv-id: {folder} has another {sorted(other)}; --resume it if that is meant")
+    return args, resumed
 
 
 def job_folder(args: Args) -> Path:
-    """Named by torchrun's run id; without one by when torchrun started, which is the same after a restart."""
+    """Named by torchrun's run id, which stays when it starts the ranks again; else by the time."""
     job = os.getenv("TORCHELASTIC_RUN_ID", str(int(time.time())))
-    if job == "none" and os.getenv("GROUP_WORLD_SIZE") != "1":
-        raise UsageError("torchrun on several hosts needs --rdzv-id: it names the run's folder")
-    job = (
-        f"{int(psutil.Process(os.getppid()).create_time())}-{os.getppid()}"
-        if job == "none"
-        else job
-    )
+    if job == "none":
+        fail("torchrun needs --rdzv-id with these flags: it names the run's folder")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}"
     return Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
 
 
-def last_of_job(folder: Path, restarted: bool) -> dict | None:
-    """The checkpoint that this job goes on from. Raises UsageError if it has some and none can be read, and SystemExit
-    if torchrun starts again what has ended for another reason than a lost rank. (psutil would say a second early.)"""
-    with contextlib.suppress(OSError, LookupError, ValueError):
-        metrics = folder / "metrics.jsonl"
-        reason = json.loads(metrics.read_text().splitlines()[-1])["exit_reason"].partition(":")[0]
-        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-        torchrun = (
-            time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-        )
-        if (
-            restarted and metrics.stat().st_mtime > torchrun
-        ):  # an end that is not among these is that of a lost rank
-            raise SystemExit(
-                {"completed": 0, "time_limit": 0, "sigint": 130, "sigterm": 143, "diverged": 1}[
-                    reason
-                ]
-            )
-    if checkpoints(folder, "trainer"):
-        return load_checkpoint(str(folder), "")
-    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a start that came to no checkpoint
+def gather_logs(envs: Envs):
+    """Gives rank 0 what the environments of all ranks logged."""
+    ranks = [None] * WORLD_SIZE
+    dist.gather_object((envs.episodes, envs.logs), ranks if RANK == 0 else None)
+    envs.means()  # which clears them
+    for episodes, logs in filter(None, ranks):
+        envs.episodes += episodes
+        for key, pairs in logs.items():
+            envs.logs[key] += pairs
 
 
-def join_ranks(store: dist.Store, args: Args, resumed: dict | None, *more) -> list:
-    """Makes the process group, each rank with a GPU or a share of the cores of its own. Returns what rank 0 has."""
-    cores, local = sorted(os.sched_getaffinity(0)), int(os.getenv("LOCAL_WORLD_SIZE", 1))
-    if args.device == "cuda":
-        with blame(f"--device cuda: {local} ranks here, which need a GPU each"):
-            torch.cuda.set_device(LOCAL_RANK)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = (
-            "0"  # gloo tells of a lost rank; no abort of this process
-        )
-    elif share := len(cores) // local:  # left to the scheduler, ranks were 8 % slower
-        os.sched_setaffinity(0, cores[LOCAL_RANK * share : (LOCAL_RANK + 1) * share])
-    group = {
-        "store": store,
-        "rank": RANK,
-        "world_size": WORLD_SIZE,
-        "timeout": timedelta(seconds=args.dist_timeout),
-    }
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **group)
-    dist.broadcast_object_list(of_rank_0 := [args, resumed, *more])
-    if resumed and not of_rank_0[1]:  # a job that has a checkpoint never starts from zero
-        raise UsageError(
-            f"--resume {resumed['folder']}: seen by rank {RANK}, not by 0; hosts share --output-dir"
-        )
-    return of_rank_0
-
-
-def main() -> int:
+def load_checkpoint(path: str, output_dir: str) -> dict:
+    """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
+    files = [Path(path, "trainer_state.pt")]
+    if path == "latest":
+        files = sorted(Path(output_dir).glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
-        with other_ranks():
-            args, resumed = parse_args(sys.argv[1:])
-            store, restarted = meet()
-            folder = Path(resumed["folder"]) if resumed else job_folder(args)
-            return train(args, last_of_job(folder, restarted), store)
-    except (UsageError, FloatingPointError, ConnectionError) as error:
-        if not isinstance(error, UsageError) or (
-            LOCAL_RANK == 0 and (RESTARTS == 0 or "--resume" in str(error))
-        ):
-            print(
-                f"error: {error}", file=sys.stderr
-            )  # once; after a restart only a checkpoint's error is new
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        return 130
+        state = torch.load(files[-1], map_location="cpu")
+        return state | {"folder": files[-1].parent, "config": state["config"]}
+    except Exception as error:
+        fail(f"--resume {path}: no folder with a whole trainer_state.pt ({error!r:.200})")
+
+
+def open_folder(args: Args, resumed: dict | None):
+    """A new run's folder, or that of --resume, and its metrics.jsonl, locked while the run is on."""
+    folder = resumed["folder"] if resumed else job_folder(args)
+    try:
+        folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
+        jsonl = (folder / "metrics.jsonl").open("a")
+        fcntl.flock(jsonl, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileExistsError:  # another start in this second
+        time.sleep(1)
+        return open_folder(args, resumed)
+    except BlockingIOError:
+        fail(f"--resume {folder}: this run is still on")
+    except OSError as error:
+        fail(f"--output-dir {args.output_dir}: {error}")
+    return folder, jsonl
+
+
+class Run(contextlib.AbstractContextManager):
+    """A run's folder and what is written to it; its clock; the signals that end it."""
+
+    def __init__(self, args: Args, envs: Envs, resumed: dict | None):
+        self.args = args
+        self.envs = envs
+        self.resumed = resumed or {"iteration": 0, "step": 0, "seconds": 0.0, "metrics_size": 0}
+        self.iteration = self.resumed["iteration"]
+        self.step = self.resumed["step"]
+        self.signals = []
+        self.told = [0, 0]  # by any rank: a signal; that its time is over
+        self.compiled = False  # from the first update on; then there is something to save
+        self.began = time.perf_counter()
+        self.profiler = None
+        if RANK > 0:
+            return
+        self.folder, self.jsonl = open_folder(args, resumed)
+        self.config = asdict(args) | {"config": None, "resume": None}
+        if args.track:
+            import wandb
+
+            os.environ.setdefault("WANDB_PROJECT", "ppo-lstm-puffer")
+            name = self.folder.name  # an id too: after --resume it is the same run
+            same = {"name": name, "id": name, "resume": "allow", "dir": self.folder}
+            wandb.init(**same, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
+        say(f"run: {self.folder}")
+
+    def restore(self, agent: Agent, optimizers: list):
+        """Gives them their states of --resume, which `save` saves. Writes only then to the folder."""
+        self.agent = agent
+        self.optimizers = optimizers
+        try:
+            if "model" in self.resumed:
+                agent.load_state_dict(self.resumed["model"])
+                for optimizer, state in zip(optimizers, self.resumed["optimizers"], strict=True):
+                    # Learning rates and momenta are not taken: flags win.
+                    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+        except Exception as error:
+            what = "another --env-id, --hidden-size, --optimizer?"
+            fail(f"--resume {self.folder}: {what} {error!r:.200}")
+        if RANK > 0:
+            return
+        self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
+        (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
+
+    @property
+    def seconds(self) -> float:
+        """Of training, those before a resume included, compiling not."""
+        return self.resumed["seconds"] + self.compiled * (time.perf_counter() - self.began)
+
+    @property
+    def exit_reason(self) -> str | None:
+        """Why all ranks end after this iteration; None: they go on."""
+        if self.step >= self.args.total_timesteps:
+            return "completed"
+        if self.told[0]:
+            return signal.Signals(self.told[0]).name.lower()
+        return "time_limit" if self.told[1] else None
+
+    def update_done(self, steps: int, began: float):
+        """After the first one all is compiled: the clock starts, and signals save before the end."""
+        self.iteration += 1
+        self.step += steps
+        if self.compiled:
+            self.update_seconds += time.perf_counter() - began
+        else:
+            self.compiled = True
+            self.began = time.perf_counter()
+            self.start_interval()
+            for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+                if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
+                    signal.signal(signum, lambda number, _: self.signals.append(number))
+            if self.args.profile:
+                schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)
+                trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
+                self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=trace)
+                self.profiler.start()
+        if self.profiler:
+            self.profiler.step()
+        over = self.seconds - self.resumed["seconds"] >= self.args.time_limit
+        told = torch.tensor([max(self.signals, default=0), over])
+        dist.all_reduce(told, dist.ReduceOp.MAX)  # what one is told, all do after this iteration
+        self.told = told.tolist()
+
+    def start_interval(self):
+        """Of a log line: from here on steps and seconds are counted for it."""
+        self.last_log = time.perf_counter()
+        self.last_step = self.step
+        self.update_seconds = 0.0
+        self.envs.seconds = 0.0
+
+    def write(self, row: dict):
+        row = {"step": self.step, "iteration": self.iteration, "time": self.seconds} | row
+        self.jsonl.write(json.dumps(row) + "\n")
+        self.jsonl.flush()
+
+    def log(self, losses: dict[str, float], learning_rate: float):
+        """A line of metrics.jsonl and of stdout, and TensorBoard's scalars."""
+        seconds = time.perf_counter() - self.last_log
+        row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
+        row |= self.envs.means() | {f"losses/{name}": loss for name, loss in losses.items()}
+        row["time/env"] = self.envs.seconds / seconds  # these three are shares
+        row["time/update"] = self.update_seconds / seconds
+        row["time/policy"] = 1 - row["time/env"] - row["time/update"]
+        row = {name: value for name, value in row.items() if np.isfinite(value)}  # JSON has no NaN
+        self.start_interval()
+        self.write(row)
+        for name, value in row.items():
+            chart = f"charts/{name.replace('sps', 'SPS')}"
+            self.writer.add_scalar(name if "/" in name else chart, value, self.step)
+        row |= {"step": self.step, "time": self.seconds}
+        score = [] if self.envs.resets_late else ["env/score"]  # Ocean's
+        names = ["step", "time", "sps", *score, "episodic_return", "losses/entropy"]
+        shown = [f"{name.rpartition('/')[2]}={row[name]:.6g}" for name in names if name in row]
+        say(" ".join(shown), sys.stdout)
+
+    def save(self):
+        """model_*.pt is the weights alone; trainer_state.pt all that --resume needs."""
+        model = self.agent.state_dict()
+        state = {"iteration": self.iteration, "step": self.step, "seconds": self.seconds}
+        state |= {"model": model, "config": asdict(self.args)}
+        state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        state["metrics_size"] = os.path.getsize(self.jsonl.name)
+        env_name = self.args.env_id.replace("/", "-").replace(":", "-")
+        files = {f"model_{env_name}_{self.iteration:06d}.pt": model, "trainer_state.pt": state}
+        for name, content in files.items():  # whoever reads sees the old file or the new one, whole
+            file = io.BytesIO()  # of a full disk torch.save itself would say "unexpected pos"
+            torch.save(content, file)
+            (self.folder / f"{name}.tmp").write_bytes(file.getbuffer())
+            os.replace(self.folder / f"{name}.tmp", self.folder / name)
+
+    def __exit__(self, kind, error, traceback):
+        """Whatever the end is, what was learned is saved, and the last line says why it ended."""
+        if kind is SystemExit and not self.compiled:
+            return  # `restore` refused
+        reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
+        finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
+        try:
+            if finite:
+                self.save()
+            self.write({"exit_reason": reason})
+            self.writer.close()
+        except OSError as full:  # the checkpoint before is whole
+            say(f"warning: {full}")
+        if self.args.track:
+            sys.modules["wandb"].finish()
+        say(f"{reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
+
+
+class OtherRun(Run):
+    """Of the other ranks: hears signals, but writes nothing."""
+
+    folder = None
+    log = save = write = __exit__ = lambda self, *_: None
+
+
+def as_words(config: dict[str, Any]) -> list[str]:
+    """A configuration as the words of a command line, where tyro checks them."""
+    words = []
+    for name, value in config.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None or name in ("auto", *config.get("auto", [])):
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-"))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                dumped = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
+                words.append(f"{flag}.{key}={dumped}")
+        else:
+            whole = isinstance(value, float) and value.is_integer()
+            words += [flag, str(int(value) if whole else value)]
+    return words
+
+
+# YAML as people write it: 1e-3 is a number, and a date the text that it is.
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+FLOAT = "tag:yaml.org,2002:float"
+yaml.add_implicit_resolver(FLOAT, NUMBER, None, yaml.SafeLoader, yaml.SafeDumper)
+yaml.SafeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+
+
+def parse_value(text: str) -> Any:
+    """For the environment: a YAML value, or a text that is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def parse_args(words: list[str]) -> tuple[Args, dict | None]:
+    """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
+    # 1e6 is a whole number too.
+    large = re.compile(r"^(--[\w-]+=)?([\d.]+e\+?\d+)$")
+    words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
+    given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
+    resumed = None
+    if given.config:
+        try:
+            words = [*as_words(yaml.safe_load(Path(given.config).read_text())), *words]
+        except Exception as error:  # no file, no YAML, no mapping
+            fail(f"--config {given.config}: {' '.join(str(error).split())}")
+    if given.resume:
+        resumed = load_checkpoint(given.resume, given.output_dir)
+        words = [*as_words(resumed["config"]), *words]
+    # tyro takes the keys of a dictionary from its default.
+    keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
+    default = Args(env=dict.fromkeys(keys, ""))
+    args = tyro.cli(Args, args=words, default=default, description=__doc__)
+    args.env = {key.replace("-", "_"): parse_value(text) for key, text in args.env.items()}
+    resolve(args)
+    return args, resumed
+
+
+def resolve(args: Args):
+    """Replaces what is "auto" or None by what it means here, and checks what numbers may be."""
+    for name, value in asdict(args).items():
+        if type(value) in (int, float):
+            least = 1 if type(value) is int and name not in ("seed", "num_workers") else 0
+            least = 0.001 if name == "update_epochs" else least
+            bounds = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
+            most = bounds.get(name, math.inf)
+            if not least <= value <= most:
+                fail(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    if args.num_envs % WORLD_SIZE or args.minibatch_size % (args.num_steps * WORLD_SIZE):
+        sizes = f"--num-envs {args.num_envs}, --minibatch-size {args.minibatch_size}"
+        fail(f"{sizes}: must split over {WORLD_SIZE} ranks, into --num-steps {args.num_steps}")
+    minibatch = args.minibatch_size // WORLD_SIZE
+    most = args.max_minibatch_size
+    if minibatch > most and (minibatch % most or most % args.num_steps):
+        fail(f"--max-minibatch-size {most}: must divide --minibatch-size into whole segments")
+    args.auto = [name for name in ("device", "precision") if getattr(args, name) == "auto"]
+    args.auto.append("dist_timeout")  # the reference, which resumes these runs too, has none
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch sees no GPU here; use --device cpu")
+    if args.precision == "auto":
+        args.precision = "bfloat16" if fast_bfloat16(args.device) else "float32"
+    elif args.precision == "bfloat16" and not fast_bfloat16(args.device):
+        say("warning: --precision bfloat16: float32 is up to 50 times faster on this hardware")
+    if args.num_workers is None:  # on a GPU all cores but two, or fewer: even, and a divisor
+        most = len(os.sched_getaffinity(0)) - 2 if args.device == "cuda" else 0
+        fitting = [n for n in range(2, most + 1, 2) if args.num_envs // WORLD_SIZE % n == 0]
+        args.num_workers = max(fitting, default=0)
+        args.auto.append("num_workers")
+
+
+def main(words: list[str]) -> int:
+    """Trains, with environments and a run's folder that are closed whatever happens."""
+    try:
+        args, resumed = join_ranks(words)
+        number = resumed["iteration"] if resumed else 0
+        seed = pufferlib.env_seed(args.seed, number + (RANK << 32))  # each rank's own
+        with contextlib.closing(make_envs(args, seed, args.num_envs // WORLD_SIZE)) as envs:
+            batch = envs.num_agents * args.num_steps * WORLD_SIZE
+            if args.minibatch_size > batch:
+                fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
+            set_up_torch(args, envs, seed)
+            with (OtherRun if RANK else Run)(args, envs, resumed) as run:
+                train(args, envs, run)
+    except (FloatingPointError, ChildProcessError, pufferlib.APIUsageError) as error:
+        say(f"error: rank {RANK}: {error}")
+        return 1
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        say(f"error: rank {RANK} lost another: {error}")
+        return 1
+    return 128 + run.told[0] if run.told[0] else 0
 
 
 if __name__ == "__main__":
-    os._exit(
-        main()
-    )  # gloo's threads may hold Python objects: letting go of them in a dying interpreter aborts it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save yet: ends at once
+    os._exit(main(sys.argv[1:]))  # gloo's threads may not outlive the interpreter

@@ -558,11 +558,7 @@ class Run:
             0,
             {},
         )  # how many lines there are, and the latest value of each of their keys
-        self.first, self.cost, self.seen = (
-            None,
-            0.0,
-            time.monotonic(),
-        )  # time of the first; when the last was found
+        self.cost, self.seen = 0.0, time.monotonic()  # seen: when the last was found
         cores, gpu = slot
         threads = {
             f"{library}_NUM_THREADS": str(len(cores)) for library in ("OMP", "OPENBLAS", "MKL")
@@ -581,7 +577,7 @@ class Run:
             )
 
     def read(self):
-        """New lines of metrics.jsonl. Cost is the seconds since the first: before it is compilation."""
+        """New lines of metrics.jsonl. Cost is their time: seconds of training, compiling not among them."""
         path = next(self.folder.glob("runs/*/metrics.jsonl"), None)
         lines = path.read_bytes().split(b"\n")[:-1] if path else []
         for text in lines[self.lines :]:
@@ -589,8 +585,7 @@ class Run:
                 ValueError, KeyError, TypeError, AttributeError
             ):  # of a user's own script
                 line = json.loads(text)
-                self.first = line["time"] if self.first is None else self.first
-                self.cost = max(line["time"] - self.first, 1e-3)
+                self.cost = max(line["time"], 1e-3)
                 self.latest |= line
                 if self.args.metric in line:
                     self.rows = np.vstack(
@@ -621,10 +616,7 @@ class Run:
                     )
                 if signals:
                     ending = "interrupted"
-                elif (
-                    self.first is not None
-                    and self.cost + now - self.seen >= self.args.max_cost_seconds
-                ):
+                elif self.lines and self.cost + now - self.seen >= self.args.max_cost_seconds:
                     ending = "max cost"
                 elif hopeless(self.rows):
                     ending = "pruned"
@@ -672,6 +664,12 @@ class Run:
 
     def log_tail(self) -> str:
         return self.log.read_bytes()[-2000:].decode(errors="replace").strip()
+
+
+def unboxed(text: str) -> str:
+    """What a box of tyro's says, in a line."""
+    lines = [line.strip("╰╯│─ ") for line in text.splitlines() if line[:1] != "╭"]  # its title
+    return " ".join(" ".join(lines).split()).partition(" For full helptext")[0]
 
 
 def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
@@ -727,7 +725,7 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
             reason = (
                 f"{error}; try --metric episodic_return"
                 if unscored
-                else run.log_tail().rpartition("error: ")[2]
+                else unboxed(run.log_tail().rpartition("error: ")[2])
             )
             raise UsageError(f"{args.script}: {reason}") from error
         trial.set_user_attr("failure", str(error))
@@ -1083,9 +1081,7 @@ def given_arguments(words: tuple[str, ...]) -> dict[str, Any]:
             key, value = key.removeprefix("no_"), str(not key.startswith("no_"))
         try:
             value = yaml.safe_load(value)
-        except (
-            Exception
-        ) as error:  # not only YAMLError: 2001-99-99 is a ValueError, !!bool x a KeyError
+        except Exception as error:  # not only YAMLError: !!bool x is a KeyError
             raise UsageError(f"-- {word} {value}: not a YAML value") from error
         target = given.setdefault("env", {}) if key.startswith("env.") else given
         target[key.removeprefix("env.")] = value
@@ -1101,12 +1097,7 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
     except SystemExit as error:
         if error.code == 0:
             raise
-        words = " ".join(
-            line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]
-        ).split()
-        raise UsageError(
-            f"{' '.join(words).partition(' For full helptext')[0]} (see --help)"
-        ) from error
+        raise UsageError(f"{unboxed(messages.getvalue())} (see --help)") from error
     args.fixed = tuple(argv[cut + 1 :])
     least = {"num_trials": 1, "workers": 1, "confirm_seeds": 0, "seed": 0, "max_cost_seconds": 1e-3}
     for name, low in (least | {"hang_seconds": 1e-3}).items():
@@ -1116,7 +1107,7 @@ def prepare(argv: list[str]) -> tuple[Args, list[Parameter], dict, optuna.Study,
             )
     try:
         content = yaml.safe_load(pathlib.Path(args.space).read_text())
-    except Exception as error:  # not only OSError and YAMLError: 2001-99-99 is a ValueError
+    except Exception as error:  # not only OSError and YAMLError: !!bool x is a KeyError
         raise UsageError(
             f"--space {args.space}: cannot be read ({' '.join(str(error).split())[:120]})"
         ) from error

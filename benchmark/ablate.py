@@ -22,24 +22,21 @@ import ppo_lstm_puffer as ppo
 
 
 def without_reset():
-    forward, backward = ppo.lstm_forward, ppo.lstm_backward
+    forward = ppo.lstm_forward
 
     def lstm_forward(x, h, c, dones, *rest):
         return forward(x, h, c, torch.zeros_like(dones), *rest)
 
-    def lstm_backward(doutputs, dh, dc, gates, cells, dones, weight_hh):
-        return backward(doutputs, dh, dc, gates, cells, torch.zeros_like(dones), weight_hh)
-
-    ppo.lstm_forward, ppo.lstm_backward = (
-        lstm_forward,
-        lstm_backward,
-    )  # by these names they are compiled
+    ppo.lstm_forward = lstm_forward
 
 
 def without_carry():
-    source, line = pathlib.Path(ppo.__file__).read_text(), "start_h.copy_(h), start_c.copy_(c)"
-    assert source.count(line) == 1, f"the script no longer has: {line}"
-    exec(source.replace(line, "start_h.copy_(h.zero_()), start_c.copy_(c.zero_())"), vars(ppo))
+    source = pathlib.Path(ppo.__file__).read_text()
+    for state in "h", "c":
+        line = f"start_{state}.copy_({state})"
+        assert source.count(line) == 1, f"the script no longer has: {line}"
+        source = source.replace(line, f"start_{state}.copy_({state}.zero_())")
+    exec(source, vars(ppo))
 
 
 def without_bootstrap():
@@ -78,7 +75,7 @@ def main() -> int:
         return 2
     del sys.argv[at : at + 2]
     PARTS[part]()
-    return ppo.main()
+    return ppo.main(*ppo.parse_args(sys.argv[1:]))
 
 
 if __name__ == "__main__":

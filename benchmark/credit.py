@@ -157,9 +157,8 @@ def train_ours(flags: list[str]):
 
     import ppo_lstm_puffer as ppo
 
-    pufferlib.ocean.environment.make_far_rewards = native()
-    sys.argv[1:] = flags
-    sys.exit(ppo.main())
+    pufferlib.ocean.environment.MAKE_FUNCTIONS["far_rewards"] = native()
+    sys.exit(ppo.main(*ppo.parse_args(flags)))
 
 
 def train_pufferl(seed: int, steps: int, shown: int, changes: str):

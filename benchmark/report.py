@@ -893,11 +893,7 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
 def load(path: pathlib.Path) -> dict:
     """A cell's JSON, or a run's folder, as a cell."""
     try:
-        if path.is_file():
-            cell = json.loads(path.read_text())
-        else:
-            rows, last = read_rows(path)
-            cell = from_rows(rows) | {"peak_rss_mib": last.get("peak_rss_mb")}
+        cell = json.loads(path.read_text()) if path.is_file() else from_rows(read_rows(path)[0])
         return cell | {"steps": cell["curve"]["step"][-1]}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise SystemExit(

@@ -13,7 +13,7 @@ A plan is a YAML list of groups:
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
         preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"], seeds: [1]}   # {env}: the environment
         two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run]}
-        normalized: {program: ours, script: recipes/normalize.patch}    # the reference with this recipe
+        a recipe: {program: ours, script: recipes/gru.patch}    # the reference with this recipe
       envs: [breakout]
       seeds: [1, 2, 3]
       duration: 40             # seconds of each run after its first update, or steps: N; neither: its own
@@ -21,10 +21,10 @@ A plan is a YAML list of groups:
       cold: true               # each run starts with an empty compile cache
       timeout: 600             # seconds after which a cell is ended and has failed
       x_label: environments    # kind scaling: what x is
-      solved: 850              # kind learning: also find the first kept checkpoint that plays this score
+      solved: 850              # kind learning: also find the first checkpoint that plays this score
 
 Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes) and a last one, with
-"exit_reason". --out auto is the folder of this kind of CPU in benchmark/reports: cpu-amx, cpu-bf16, cpu-avx512, cpu-avx2,
+"exit_reason". The time of ours counts from the first update on, that of the others from their start. --out auto is the folder of this kind of CPU in benchmark/reports: cpu-amx, cpu-bf16, cpu-avx512, cpu-avx2,
 cpu-arm. A finished cell (its JSON is there, with the same command, environment variables and cores) is not run again,
 unless --fresh. A failed one is recorded with the end of its output, the others run, and the exit code is 1.
 Then: python benchmark/report.py DIR
@@ -46,6 +46,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 import psutil
@@ -202,15 +203,21 @@ def start(cell: dict, folder: str, log) -> subprocess.Popen:
 
 
 def read_rows(folder: str | pathlib.Path) -> tuple[list[dict], dict]:
-    """The rows of the metrics.jsonl somewhere under folder, and the last one, which says how it ended ({}: not yet)."""
+    """The rows of the metrics.jsonl somewhere under folder, and the last one, which says how it ended ({}: not yet).
+
+    In front of what ours has logged stands a row of its first update, at which its time begins.
+    """
     rows = []
     for path in pathlib.Path(folder).rglob("metrics.jsonl"):
         for text in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # one that is being written
                 rows.append(json.loads(text))
-    return [row for row in rows if "exit_reason" not in row], next(
-        (row for row in rows if "exit_reason" in row), {}
-    )
+    last = next((row for row in rows if "exit_reason" in row), {})
+    rows = [row for row in rows if "exit_reason" not in row]
+    if rows and rows[0].get("iteration", 1) > 1:  # ours logs every tenth
+        step = rows[0]["step"] // rows[0]["iteration"]
+        rows.insert(0, {"step": step, "iteration": 1, "time": 0.0})
+    return rows, last
 
 
 def watch(
@@ -230,8 +237,9 @@ def watch(
         now = time.perf_counter() - since
         if now > timeout:
             raise TimeoutError(f"ended after the timeout of {timeout:g} seconds")
-        if seen["seconds_to_first_update"] is None and read_rows(folder)[0]:
-            seen["seconds_to_first_update"] = now
+        if seen["seconds_to_first_update"] is None and (rows := read_rows(folder)[0]):
+            since_then = rows[-1]["time"] if "iteration" in rows[0] else 0.0
+            seen["seconds_to_first_update"] = now - since_then
         if now - sampled > 0.5:
             sampled, size = now, 0
             with contextlib.suppress(psutil.Error):
@@ -337,14 +345,14 @@ def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
 def first_solved(
     cell: dict, folder: str, run: pathlib.Path, rows: list[dict], first_update: float
 ) -> dict | None:
-    """The first of the checkpoints that were kept whose 128 games have the mean score `solved`: its step, that mean,
-    the least of the games, and the seconds from the start of the process until it was written. None if there is none."""
+    """The first of the checkpoints whose 128 games have the mean score `solved`: its step, that mean, the least of
+    the games, and the seconds from the start of the process until it was written. None if there is none."""
     logged = {row["iteration"]: row for row in rows}  # --log-interval divides --checkpoint-interval
     for model in sorted(run.glob("model_*.pt")):
         row = logged.get(int(model.stem.rpartition("_")[2]))
         played = row and play(cell, folder, model)
         if played and (score := played["episodic_return"])["mean"] >= cell["solved"]:
-            seconds = row["time"] - rows[0]["time"] + first_update
+            seconds = row["time"] + first_update
             return {
                 "step": row["step"],
                 "seconds": seconds,
@@ -372,11 +380,14 @@ def steady_speed(curve: dict) -> float | None:
 
 
 def phases(rows: list[dict]) -> dict[str, float]:
-    """Seconds of each phase."""
-    keys = dict.fromkeys(
-        key for row in rows for key in row if re.fullmatch(r"time/.*(?<!_share)", key)
-    )
-    return {key.removeprefix("time/"): sum(row.get(key, 0) for row in rows) for key in keys}
+    """Seconds of each phase after the first row. A row has their shares of the time since the one before."""
+    seconds = defaultdict(float)
+    for before, row in itertools.pairwise(rows):
+        for key in row:
+            if key.startswith("time/"):
+                name = key.removeprefix("time/")
+                seconds[name] += row[key] * (row["time"] - before["time"])
+    return dict(seconds)
 
 
 def from_rows(rows: list[dict], points: int = 400) -> dict:
@@ -397,7 +408,7 @@ def from_rows(rows: list[dict], points: int = 400) -> dict:
     if len(rows) > 1:
         half = rows[second_half(curve["time"]) :]
         seconds = half[-1]["time"] - half[0]["time"]
-        result["phase_shares"] = {name: spent / seconds for name, spent in phases(half[1:]).items()}
+        result["phase_shares"] = {name: spent / seconds for name, spent in phases(half).items()}
     keep = sorted({*range(0, len(rows), every or 1), *range(len(rows))[-1:]})
     thin = {key: [column[i] and round(column[i], 3) for i in keep] for key, column in curve.items()}
     return result | {"curve": thin}
@@ -421,7 +432,7 @@ def report_folder(text: str) -> pathlib.Path:
 
 
 def hardware(output: str = "") -> dict:
-    """Of this machine, and of it what a script of ours says that it uses."""
+    """Of this machine, and of it what a script of ours says that it uses: "cpu, 2 threads, bfloat16"."""
     info = CPUINFO.read_text()
     name = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     facts = {
@@ -432,9 +443,16 @@ def hardware(output: str = "") -> dict:
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
-    if said := re.search(r"^on: (?:cpu, threads: (\d+)|(.*?),)", output, re.MULTILINE):
-        facts |= {"threads": int(said[1])} if said[1] else {"gpu": said[2]}
+    if said := re.search(r"^(\w+), (\d+) threads, ", output, re.MULTILINE):
+        facts |= {"gpu": gpu()} if said[1] == "cuda" else {"threads": int(said[2])}
     return facts
+
+
+def gpu() -> str:
+    if not shutil.which("nvidia-smi"):
+        return "a GPU"
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.partition("\n")[0]
 
 
 def versions() -> dict:

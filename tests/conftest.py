@@ -1,5 +1,7 @@
-"""What the tests share: running the script as a user would, in a process of its own, and reading what it left."""
+"""What the tests share: running the script as a user would, in a process of its own or in that of
+the test, and reading what it left."""
 
+import contextlib
 import io
 import json
 import os
@@ -15,26 +17,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
 import pytest
 from forks import Fork
 
+import ppo_lstm_puffer as ppo
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_lstm_puffer.py"
 # Small and eager, so that a run takes seconds: 8 iterations of 16 environments x 16 steps.
-SMALL = [
-    "--num-envs",
-    "16",
-    "--num-steps",
-    "16",
-    "--minibatch-size",
-    "128",
-    "--total-timesteps",
-    "2048",
-    "--hidden-size",
-    "32",
-    "--precision",
-    "float32",
-    "--no-compile",
-    "--log-interval",
-    "1",
-]
+SMALL = "--num-envs 16 --num-steps 16 --minibatch-size 128 --total-timesteps 2048 --hidden-size 32 "
+SMALL = (SMALL + "--precision float32 --no-compile --log-interval 1").split()
 
 
 def environment() -> dict[str, str]:
@@ -61,18 +50,13 @@ def start_script(
     fork: bool = True,
     **options,
 ):
-    """Starts the script in cwd (its runs/ goes there) and returns at once: a `Fork`, or a Popen if it is not to be one."""
-    command, options = (
-        command_of(*arguments, launcher=launcher, small=small, script=script),
-        {"env": environment()} | options,
-    )
+    """Starts the script in cwd, where its runs/ goes, and returns at once: a `Fork`, or a Popen."""
+    command = command_of(*arguments, launcher=launcher, small=small, script=script)
+    options = {"env": environment()} | options
     if fork and command[0] == sys.executable:
         return Fork(command, cwd, **options)
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, **pipes | options)
 
 
 def run_script(*arguments, cwd, timeout: float = 300, **options) -> subprocess.CompletedProcess:
@@ -88,18 +72,17 @@ def run_script(*arguments, cwd, timeout: float = 300, **options) -> subprocess.C
 def output_of(script, arguments: list[str], cwd, timeout: float = 300) -> str:
     """What a script prints. Asserts that it succeeds."""
     result = run_script(*arguments, cwd=cwd, timeout=timeout, script=script, small=False)
-    assert result.returncode == 0, (
-        f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
-    )
+    said = f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
+    assert result.returncode == 0, said
     return result.stdout + result.stderr
 
 
 def run_on_a_terminal(command: list[str], cwd, columns: int = 120) -> tuple[str, str]:
     """Standard output, and what a terminal of so many columns got by standard error."""
     terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment() | {"TERM": "xterm", "COLUMNS": str(columns)}, stdout=subprocess.PIPE, stderr=end, text=True
-    )  # fmt: skip
+    env = environment() | {"TERM": "xterm", "COLUMNS": str(columns)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": end, "text": True}
+    process = subprocess.Popen(command, cwd=cwd, env=env, **pipes)
     os.close(end)
     shown = io.BytesIO()
     while True:
@@ -139,54 +122,81 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: next(
-            (i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)
-        )
-    )
+    def place(item) -> int:
+        return next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
+
+    items.sort(key=place)
 
 
-# In process, as arguments of Args: runs that take a second.
+# In the test's own process, as arguments of Args: runs that take a second.
 SIZES = {
     "num_envs": 8,
     "num_steps": 8,
     "minibatch_size": 32,
     "hidden_size": 16,
+    "device": "cpu",
+    "precision": "float32",
     "compile": False,
     "num_workers": 0,
+    "log_interval": 1,
 }
+
+
+def train_here(folder, resumed: dict | None = None, **arguments) -> pathlib.Path:
+    """Trains in this process with SIZES and these arguments of Args. Returns the run's folder."""
+    args = ppo.Args(**SIZES | {"output_dir": str(folder)} | arguments)
+    with signals_kept():
+        assert ppo.main(args, resumed) == 0
+    return max(pathlib.Path(folder).iterdir(), key=os.path.getmtime)
+
+
+@contextlib.contextmanager
+def signals_kept():
+    """A run takes the signals, and a test gives them back."""
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) is not handler:
+                signal.signal(signum, handler)
+
+
+class Recording(str):
+    """A device that `train` takes for one with CUDA graphs, whatever it is."""
+
+    def __eq__(self, other):
+        return other == "cuda"
+
+    __hash__ = str.__hash__
 
 
 @pytest.fixture
 def losses_of(monkeypatch, tmp_path):
-    """What twelve iterations of two updates each log as losses, with or without something in the place of Recorded."""
-    import ppo_lstm_puffer as ppo
+    """What a dozen iterations of two updates log as losses and returns.
 
-    def run(
-        recorded=None, device="cpu:0", **arguments
-    ):  # by this name train() does not know a CPU, and records
+    With something in the place of CudaGraph, or without graphs.
+    """
+
+    def run(graph=None, **arguments):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        sizes = (
-            SIZES
-            | {"total_timesteps": 12 * 64, "log_interval": 1, "output_dir": str(folder)}
-            | arguments
-        )
-        args = ppo.Args(
-            **{"precision": "float32"} | sizes, device=device, cuda_graphs=recorded is not None
-        )
-        if recorded:
-            monkeypatch.setattr(ppo, "Recorded", recorded)
-        for name in ppo.COMPILED:  # which compiling replaces
-            monkeypatch.setattr(ppo, name, getattr(ppo, name))
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            assert ppo.train(args) == 0
-        finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
+
+        def train(args, *rest, original=ppo.train):
+            args.device = Recording(args.device)
+            original(args, *rest)
+
+        with monkeypatch.context() as patch:
+            if graph:
+                patch.setattr(ppo, "CudaGraph", graph)
+                patch.setattr(ppo, "train", train)
+            for name in ppo.COMPILED:  # which compiling replaces
+                patch.setattr(ppo, name, getattr(ppo, name))
+            sizes = {"total_timesteps": 12 * 64, "cuda_graphs": graph is not None}
+            run = train_here(folder, **sizes | arguments)
+        kept = ("losses", "episod")
         return [
-            {name: value for name, value in row.items() if name.startswith(("losses", "episod"))}
-            for row in read_metrics(next(folder.iterdir()))
+            {name: value for name, value in row.items() if name.startswith(kept)}
+            for row in read_metrics(run)
         ]
 
     return run

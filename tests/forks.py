@@ -1,8 +1,9 @@
-"""Starts `python script arguments` and `python -m module arguments` in forks of one process that has imported torch.
+"""Starts `python script arguments` and `python -m module arguments` in forks of one process.
 
-Importing takes most of a small run's time. A fork is a process of its own in all else: its signals, its exit code, what it
-prints, what a crash does. Run as a program, this file is the process that forks; `python tests/forks.py benchmark/run.py ...`
-runs the benchmark with its cells as forks, and anything else as Python would.
+That process has imported torch, which takes most of a small run's time. A fork is a process of its
+own in all else: its signals, its exit code, what it prints, what a crash does. Run as a program,
+this file is the process that forks; `python tests/forks.py benchmark/run.py ...` runs the benchmark
+with its cells as forks, and anything else as Python would.
 """
 
 import atexit
@@ -22,7 +23,8 @@ import time
 import traceback
 
 # What a script imports, at once and later.
-IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo torch._inductor.cpp_builder matplotlib.pyplot"
+IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo "
+IMPORTED += "torch._inductor.cpp_builder matplotlib.pyplot"
 
 
 class Fork:
@@ -37,11 +39,10 @@ class Fork:
         stdout=None,
         stderr=None,
     ):
-        self.args, self.returncode = command, None
-        self.stdout, self.stderr = (
-            stdout or tempfile.TemporaryFile("w+"),
-            stderr or tempfile.TemporaryFile("w+"),
-        )  # noqa: SIM115
+        self.args = command
+        self.returncode = None
+        self.stdout = stdout or tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.stderr = stderr or tempfile.TemporaryFile("w+")  # noqa: SIM115
         request = {
             "words": command[1:],
             "cwd": os.path.abspath(cwd),
@@ -90,9 +91,13 @@ def ask(request: dict, *files):
     if not server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         theirs.close()
         server.append(ours)
         atexit.register(ours.close)  # which ends it
@@ -113,7 +118,8 @@ def serve(channel: socket.socket) -> dict:
         elif not (answer := os.fork()):
             channel.close()
             for number, file in enumerate(files, 1):
-                os.dup2(file, number), os.close(file)
+                os.dup2(file, number)
+                os.close(file)
             return request
         else:
             for file in files:
@@ -152,10 +158,13 @@ class Child(Fork):
         stdin,
         start_new_session: bool,
     ):
-        self.args, self.returncode, self.pid = words, None, os.fork()
+        self.args = words
+        self.returncode = None
+        self.pid = os.fork()
         if not self.pid:
             try:
-                os.dup2(stdout.fileno(), 1), os.dup2(stderr.fileno(), 2)
+                os.dup2(stdout.fileno(), 1)
+                os.dup2(stderr.fileno(), 2)
                 atexit._clear()
                 become(words[1:], cwd, env, start_new_session)
             except BaseException:
@@ -169,18 +178,16 @@ class Child(Fork):
 
 
 def popen(words: list, *others, original=subprocess.Popen, **options):
-    return (
-        original(words, *others, **options)
-        if words[0] != sys.executable
-        else Child(words, **options)
-    )
+    if words[0] == sys.executable:
+        return Child(words, **options)
+    return original(words, *others, **options)
 
 
 def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
-    """Does in this process what `python *words` would do, but for taking the interpreter down, which takes a second."""
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGKILL
-    )  # PR_SET_PDEATHSIG: tests that are interrupted leave nothing behind
+    """Does in this process what `python *words` would do, but for taking the interpreter down,
+    which takes a second."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with whoever interrupts the tests
     if session:
         os.setsid()
     os.chdir(cwd)

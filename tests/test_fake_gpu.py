@@ -1,11 +1,11 @@
-"""I14, without a GPU: the update and the policy step on a device that has no numbers, and as recorded operations that are
-replayed. tests/test_cuda.py is for where there is one."""
+"""I14: without a GPU, policy step and update on a device without numbers, and as operations that are
+recorded and replayed. tests/test_cuda.py is for where there is one."""
 
 import itertools
 
 import pytest
 import torch
-from conftest import SIZES
+from conftest import Recording, train_here
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,17 +23,14 @@ class OnOneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = operation(*args, **(kwargs or {}))
-        devices = {
-            x.device.type
-            for x in tree_leaves((args, kwargs, results))
-            if isinstance(x, torch.Tensor)
-        }
+        leaves = tree_leaves((args, kwargs, results))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
         assert "cpu" not in devices, f"{operation}: a tensor of the CPU"
         return results
 
 
 class Once:
-    """In the place of `Recorded`: at the first policy step, that step and then the update are run, and that is all."""
+    """In the place of CudaGraph: the first policy step, then the update, and that is all."""
 
     functions = ()
 
@@ -55,71 +52,82 @@ def agent_on_meta(*given, original=ppo.Agent):
 
 
 def optimizers_on_meta(agent, args, original=ppo.make_optimizers):
-    """Muon alone: torch's Adam does not know this device. That a learning rate is not negative cannot be asked either."""
+    """Muon alone: torch's Adam does not know this device, nor can it be asked whether a learning
+    rate is negative."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "tensor", lambda number, device: number)
         patch.setattr(torch.optim, "Adam", lambda parameters, **_: torch.optim.SGD(parameters))
         optimizers = original(agent, args)
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = torch.zeros((), device="meta")
-    return optimizers[:1] if args.optimizer == "muon" else []
+    return optimizers[:1]
 
 
 @pytest.fixture
 def on_a_fake_gpu(monkeypatch, tmp_path):
-    """train() on fake tensors of the device `meta`, which have shapes and types but no numbers, as if it were a GPU's."""
+    """train() on fake tensors of the device `meta`, which have shapes and types but no numbers, as
+    if it were a GPU's. Raises Done if all is well."""
+
+    def train(args, *rest, original=ppo.train):
+        args.device = Recording("meta")
+        with FakeTensorMode():
+            original(args, *rest)
 
     def run(**arguments):
         monkeypatch.setattr(Once, "functions", ())
-        monkeypatch.setattr(ppo, "Recorded", Once)
+        monkeypatch.setattr(ppo, "CudaGraph", Once)
         monkeypatch.setattr(ppo, "Agent", agent_on_meta)
         monkeypatch.setattr(ppo, "make_optimizers", optimizers_on_meta)
-        args = ppo.Args(
-            **SIZES | {"precision": "float32", "output_dir": str(tmp_path)} | arguments,
-            device="cpu",
-        )
-        args.device = "meta"
-        with FakeTensorMode():
-            ppo.train(args)
+        monkeypatch.setattr(ppo, "train", train)
+        train_here(tmp_path, **arguments)
 
     return run
 
 
-@pytest.mark.parametrize("arguments", [
-    {}, {"precision": "bfloat16"}, {"max_minibatch_size": 16}, {"num_workers": 2}, {"env_id": "drone"}, {"env_id": "target", "num_envs": 1},
-], ids=str)  # fmt: skip
+CASES = [
+    {},
+    {"precision": "bfloat16"},
+    {"max_minibatch_size": 16},
+    {"num_workers": 2},
+    {"env_id": "drone"},
+    {"env_id": "target", "num_envs": 1},
+]
+
+
+@pytest.mark.parametrize("arguments", CASES, ids=str)
 def test_update_and_policy_step_stay_on_the_gpu_and_never_wait_for_it(on_a_fake_gpu, arguments):
     with pytest.raises(Done):
         on_a_fake_gpu(**arguments)
 
 
-def broken(monkeypatch, name: str, change):
-    """One of the script's functions, and what it returns goes through `change`."""
+BROKEN = {
+    "a number is read": ("compute_advantages", lambda x: x * x.mean().item()),
+    "a shape depends on data": ("sample_segments", lambda x: (x[0][x[1] > 1], x[1])),
+    "a tensor of the CPU": ("compute_advantages", lambda x: x + torch.ones(x.shape)),
+    "actions of the CPU": ("act", lambda x: (x[0].cpu(), *x[1:])),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_waits_for_the_gpu_or_leaves_it_is_seen(on_a_fake_gpu, monkeypatch, case):
+    name, change = BROKEN[case]
     original = getattr(ppo, name)
-    monkeypatch.setattr(
-        ppo, name, lambda *arguments, **named: change(original(*arguments, **named))
-    )
-
-
-@pytest.mark.parametrize("name, change", [
-    ("compute_advantages", lambda advantages: advantages * advantages.mean().item()),
-    ("draw_minibatch", lambda drawn: [drawn[0][drawn[3][0] > 0], *drawn[1:]]),
-    ("compute_advantages", lambda advantages: advantages + torch.ones(advantages.shape)),
-    ("act", lambda results: (results[0].cpu(), *results[1:])),
-], ids=["a number is read", "a shape depends on data", "a tensor of the CPU", "actions of the CPU"])  # fmt: skip
-def test_what_waits_for_the_gpu_or_leaves_it_is_seen(on_a_fake_gpu, monkeypatch, name, change):
-    broken(monkeypatch, name, change)
+    monkeypatch.setattr(ppo, name, lambda *arguments: change(original(*arguments)))
     with pytest.raises((RuntimeError, AssertionError)):
         on_a_fake_gpu()
 
 
 class Replayed:
-    """`Recorded`, on a CPU: from the fifth call on, the operations that the fourth one did are done again on the tensors
-    that it had, and what they return lies where its results lay. So it is with a CUDA graph: a Python number that changes,
-    or a tensor that is made anew outside, stays as it was."""
+    """CudaGraph, on a CPU: from the fifth call on, the operations that the fourth one did are done
+    again on the tensors that it had, and what they return lies where its results lay.
+
+    So it is with a CUDA graph: a Python number that changes, or a tensor that is made anew outside,
+    stays as it was.
+    """
 
     def __init__(self, function):
-        self.function, self.calls = function, 0
+        self.function = function
+        self.calls = 0
 
     def __call__(self):
         self.calls += 1
@@ -138,20 +146,29 @@ class Replayed:
         return self.results
 
 
-@pytest.mark.parametrize("arguments", [
-    {}, {"optimizer": "adam"}, {"max_minibatch_size": 16}, {"update_epochs": 2}, {"env_id": "drone"},
-], ids=str)  # fmt: skip
+CASES = [
+    {"optimizer": "adam", "max_minibatch_size": 16},
+    {"env_id": "drone", "update_epochs": 2},
+    {"env_id": "cartpole", "norm_obs": True, "norm_rewards": True},
+]
+
+
+@pytest.mark.parametrize("arguments", CASES, ids=str)
 def test_replayed_graphs_train_as_the_functions_do(losses_of, arguments):
     expected = losses_of(**arguments)
-    assert len(expected) == 12 and expected == losses_of(Replayed, **arguments)
+    assert len(expected) == 12
+    assert expected == losses_of(Replayed, **arguments)
 
 
 def test_a_number_that_changes_from_call_to_call_shows_in_replayed_graphs(losses_of, monkeypatch):
-    original, losses = ppo.compute_advantages, []
-    for recorded in (None, lambda function: function, Replayed):
+    original = ppo.compute_advantages
+    losses = []
+    for graph in (None, lambda function: function, Replayed):
         calls = itertools.count(1)
-        monkeypatch.setattr(
-            ppo, "compute_advantages", lambda *rest, n=calls: original(*rest) / next(n)
-        )
-        losses.append(losses_of(recorded))
+
+        def compute_advantages(*tensors, calls=calls):
+            return original(*tensors) / next(calls)
+
+        monkeypatch.setattr(ppo, "compute_advantages", compute_advantages)
+        losses.append(losses_of(graph))
     assert losses[0] == losses[1] != losses[2]

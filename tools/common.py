@@ -1,4 +1,4 @@
-"""What the tools share: a command line whose errors are one line, run folders, and the training script of a run."""
+"""What the tools share: their command line, run folders, and the training script of a run."""
 
 import contextlib
 import dataclasses
@@ -7,8 +7,8 @@ import io
 import json
 import os
 import pathlib
+import random
 import sys
-import tempfile
 import textwrap
 import types
 from collections.abc import Callable
@@ -20,75 +20,42 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-class UsageError(Exception):
-    """A wrong argument: printed as one line, exit code 2."""
+def fail(message: str):
+    """Ends the program for a wrong argument: one line, exit code 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
 
 
-def warn(message: str):
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+def main(tool: Callable, options_class: type, description: str) -> int:
+    """Calls tool(options), or tool(options, flags) if it runs a policy. Returns the exit code.
 
-
-class Damaged(UsageError):
-    """A file of weights that is none."""
-
-
-@contextlib.contextmanager
-def one_line():
-    """tyro's errors, a box of many lines, as one."""
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            yield
-    except SystemExit as error:
-        if not error.code:  # --help
-            raise
-        words = " ".join(
-            line.strip("╭╮╰╯│─ ") for line in messages.getvalue().splitlines()[1:]
-        ).split()
-        text = " ".join(words).partition(" Argument helptext")[0].partition(" For full helptext")[0]
-        raise UsageError(f"{text} (see --help)") from error
-    sys.stderr.write(messages.getvalue())
-
-
-def main(options_class: type, function: Callable, description: str) -> int:
-    """Calls function(options, flags), flags being the words that options_class does not know. Returns the exit code.
-
-    RUN is the first word or left out: after a flag that is not known here, its value would be taken for RUN.
+    flags are the words that options_class does not know: the training script's.
     """
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(errors="replace")  # where a terminal has ASCII alone
     words = sys.argv[1:]
-    if (not words or words[0].startswith("-")) and not {"-h", "--help"} & set(words):
-        words.insert(0, "latest")
+    takes_flags = issubclass(options_class, Source)
+    if takes_flags and (not words or words[0].startswith("-")) and not {"-h", "--help"} & {*words}:
+        words.insert(0, "latest")  # else the value of a flag that is not known would be RUN
+    parsed = tyro.cli(
+        options_class, args=words, description=description, return_unknown_args=takes_flags
+    )
     try:
-        with one_line():
-            options, flags = tyro.cli(
-                options_class, args=words, description=description, return_unknown_args=True
-            )
-        return function(options, flags)
-    except UsageError as error:  # what it quotes may have newlines and escape sequences
-        print(
-            "error:",
-            "".join(letter if letter.isprintable() else " " for letter in str(error)),
-            file=sys.stderr,
-        )
-        return 2
-    except (
-        BrokenPipeError
-    ):  # whoever read stdout has gone; the interpreter's last flush must not fail too
+        return tool(*parsed) if takes_flags else tool(parsed)
+    except BrokenPipeError:  # who read stdout has gone; the interpreter's last flush must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
 
 
 def find_run(path: str, output_dir: str, holds: str) -> pathlib.Path:
-    """A run's folder, or a file; "latest" is the folder in output_dir that has the newest file named like `holds`."""
+    """A run's folder, or a file. "latest": the folder with the newest file named like `holds`."""
     if path == "latest":
         files = list(pathlib.Path(output_dir).glob(f"*/{holds}"))
         if not files:
-            raise UsageError(f"latest: no run with a {holds} in --output-dir {output_dir}")
-        return max(files, key=lambda file: file.stat().st_mtime).parent
+            fail(f"latest: no run with a {holds} in --output-dir {output_dir}")
+        return max(files, key=os.path.getmtime).parent
     if not os.path.exists(path):
-        raise UsageError(
-            f"{path}: no such folder or file; the first word is a run's folder, a file in it, or latest"
-        )
+        fail(f"{path}: no such folder or file; first comes a run's folder, a file in it, or latest")
     return pathlib.Path(path)
 
 
@@ -97,9 +64,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     try:
         return dict(yaml.safe_load((folder / "config.yaml").read_bytes()))
     except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError
-        raise UsageError(
-            f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})"
-        ) from error
+        fail(f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})")
 
 
 def read_rows(folder: pathlib.Path) -> list[dict]:
@@ -111,7 +76,7 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
     return rows
 
 
-# What is known of a training script is here and in the loop of play.py. -----------------------------------------------
+# What is known of a training script is here and in the loop of play.py. ---------------------------
 
 
 @dataclasses.dataclass
@@ -127,117 +92,94 @@ class Source:
 
 
 class Trained:
-    """What a run learned, or a file of weights: script and args; after `make` also envs, agent and path."""
+    """What a run learned, or a file of weights: script, args, path; after `make` envs and agent."""
 
     def __init__(self, source: Source, flags: list[str]):
-        """flags: the script's own, which win over the run's configuration. Raises UsageError."""
-        path = find_run(source.run, source.output_dir, "model_*.pt")
-        folder = path if path.is_dir() else path.parent
-        has_config = path.is_dir() or (folder / "config.yaml").exists()
-        copies = (
-            [pathlib.Path(source.script)]
-            if source.script
-            else list(folder.glob("*.py"))
-            if has_config
-            else []
-        )
-        self.script = import_script((copies or [ROOT / "ppo_lstm_puffer.py"])[0])
-        known = [
-            item.name for item in dataclasses.fields(self.script.Args)
-        ]  # with --script it may be another's run
-        config = read_config(folder) if has_config else {"precision": "float32"}
-        config = {key: value for key, value in config.items() if key in known}
+        """flags: the script's own, which win over the run's configuration."""
+        self.path = find_run(source.run, source.output_dir, "model_*.pt")
+        folder = self.path if self.path.is_dir() else self.path.parent
+        config = {"precision": "float32"}
+        script = ROOT / "ppo_lstm_puffer.py"
+        if self.path.is_dir() or (folder / "config.yaml").exists():
+            config = read_config(folder)
+            script = next(folder.glob("*.py"), script)
+        self.script = import_script(pathlib.Path(source.script or script))
+        if self.path.is_dir():
+            models = sorted(folder.glob("model_*.pt"), key=lambda model: (len(model.name), model))
+            if not models:
+                fail(f"{folder}: no model_*.pt here")
+            self.path = models[-1]  # names end in the iteration
+        config["auto"] = {"precision"} & {*config.get("auto", [])}  # by this machine, not by that
         config |= {"device": "cpu", "num_workers": 0, "cuda_graphs": False}
-        with (
-            tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,
-            self.usage_errors(),
-            one_line(),
-        ):
-            yaml.safe_dump(config, file)
-            file.flush()
-            self.args, _ = self.script.parse_args(["--config", file.name, *flags])
-        # Names end in the iteration; from a million on it is longer.
-        models = sorted(
-            folder.glob("model_*.pt"), key=lambda model: (len(model.name), model.name), reverse=True
-        )
-        self.candidates = models if path.is_dir() else [path]
-        if not self.candidates:
-            raise UsageError(f"{folder}: no model_*.pt here")
-
-    @contextlib.contextmanager
-    def usage_errors(self):
-        try:
-            yield
-        except self.script.UsageError as error:
-            raise UsageError(error) from error
+        known = {field.name for field in dataclasses.fields(self.script.Args)}
+        config = {name: value for name, value in config.items() if name in known}
+        words = [*self.script.as_words(config), *flags]
+        self.args, _ = self.script.parse_args(words)
 
     def make(self, num_envs: int):
-        """The environments, and the agent with the newest whole weights. Raises UsageError."""
+        """The environments, seeded as no environment of training is, and the agent."""
+        import numpy as np  # here: the dashboard does without them
+        import pufferlib
+        import torch
+
         args = self.args
-        self.script.seed_everything(args.seed)
-        with self.usage_errors():
-            self.envs = self.script.make_envs(args, args.seed, num_envs=num_envs)
-        spaces = self.envs.single_observation_space, self.envs.single_action_space
-        self.agent = self.script.Agent(*spaces, args.hidden_size, args.precision).to(args.device)
-        while True:
-            self.path = self.candidates.pop(0)
-            try:
-                return load_weights(self.agent, self.path)
-            except Damaged as error:
-                if not self.candidates:
-                    raise
-                warn(f"skipped {error}")
+        seed = pufferlib.env_seed(args.seed, 2**40)  # training takes the iteration of its start
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        self.envs = self.script.make_envs(args, seed, num_envs)
+        spaces = self.envs.observation_space, self.envs.action_space
+        self.agent = self.script.Agent(*spaces, args).to(args.device)
+        load_weights(self.agent, self.path)
 
 
 def import_script(path: pathlib.Path) -> types.ModuleType:
     if not path.is_file():
-        raise UsageError(f"--script {path}: no such file")
-    sys.path[:0] = [
-        str(path.resolve().parent),
-        str(ROOT),
-    ]  # what lies beside it: an environment's module, say
+        fail(f"--script {path}: no such file")
+    # What lies beside it: an environment's module, say.
+    sys.path[:0] = [str(path.resolve().parent), str(ROOT)]
     spec = importlib.util.spec_from_file_location("training_script", path)
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # a run's folder stays as it is
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # a run's folder stays as it is
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             spec.loader.exec_module(script)
     except (Exception, SystemExit) as error:  # the XLA script exits where there is no torch_xla
         why = f"does not load ({type(error).__name__}: {error})"
-        raise UsageError(
-            f"{path}: {why}; another one can be named: --script ppo_lstm_puffer.py"
-        ) from error
+        fail(f"{path}: {why}; another one can be named: --script ppo_lstm_puffer.py")
     finally:
         sys.dont_write_bytecode = before
     return script
 
 
 def load_weights(agent, path: pathlib.Path):
-    """A .pt (ours or PufferLib's), or PufferLib's flat .bin: float32 of agent.parameters() in order. Raises UsageError."""
-    import torch  # here: the dashboard does without
+    """A .pt (ours or PufferLib's), or PufferLib's .bin: float32 of agent.parameters() in order."""
+    import torch
 
-    hint = "do --env-id, --env and --hidden-size match?"
+    hint = "do --env-id, --env, --hidden-size and --norm-obs match?"
     if path.suffix == ".bin":
-        data, total = path.read_bytes(), sum(parameter.numel() for parameter in agent.parameters())
+        data = path.read_bytes()
+        total = sum(parameter.numel() for parameter in agent.parameters())
         if len(data) != 4 * total:
-            raise UsageError(
-                f"{path}: {len(data)} bytes, but this network has {total} float32 parameters; {hint}"
-            )
+            fail(f"{path}: {len(data)} bytes, but this network has {total} parameters; {hint}")
         flat = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        return torch.nn.utils.vector_to_parameters(
-            flat.to(next(agent.parameters()).device), agent.parameters()
-        )
+        flat = flat.to(next(agent.parameters()).device)
+        torch.nn.utils.vector_to_parameters(flat, agent.parameters())
+        return
     try:
-        state = torch.load(
-            path, map_location="cpu", weights_only=True
-        )  # so that a stranger's file cannot run code
-        state = {
-            name.removeprefix("module."): value for name, value in state.get("model", state).items()
-        }
-    except Exception as error:
-        raise Damaged(f"{path}: not a file of weights, or a damaged one") from error
+        state = torch.load(path, map_location="cpu", weights_only=True)  # it cannot run code
+        state = state.get("model", state)
+        state = {name.removeprefix("module."): value for name, value in state.items()}
+    except Exception:
+        fail(f"{path}: not a file of weights, or a damaged one")
+    own = agent.state_dict()
+    for name in list(state):
+        if name.startswith("cell.") and name not in own:
+            del state[name]  # PufferLib's second name for the LSTM's
     try:
         agent.load_state_dict(state)
     except Exception as error:
         why = textwrap.shorten(str(error).partition("\n")[2], 160)
-        raise UsageError(f"{path}: does not fit this network ({why}); {hint}") from error
+        fail(f"{path}: does not fit this network ({why}); {hint}")

@@ -1,13 +1,14 @@
 """Writes what a run has learned in another form, by the ending of --out.
 
-    python tools/export.py runs/RUN --out policy.bin     # PufferLib's flat file, for its C programs: float32 parameters
-    python tools/export.py runs/RUN --out policy.onnx    # for ONNX Runtime; needs: pip install onnxscript onnxruntime
-    python tools/export.py weights.bin --env-id breakout --hidden-size 128 --out weights.pt      # for --load-weights
+    python tools/export.py runs/RUN --out policy.onnx    # for ONNX Runtime
+    python tools/export.py runs/RUN --out policy.bin     # PufferLib's flat file, for its C programs
+    python tools/export.py runs/RUN --out policy.pt      # PufferLib's weights, for PuffeRL
 
-The ONNX file is the policy without sampling, in float32: observation (N, *obs), done (N), h, c (N, hidden) to logits
-(N, logits), or the mean of a Gaussian, value (N), next_h and next_c. done is 1 where an episode ended just before this
-observation: the state is reset there. Begin with zeros. It is compared with torch over some steps before it is written.
-Flags that are not listed go to the training script: --env-id, --hidden-size, --env.KEY VALUE.
+The ONNX file is the policy without sampling, in float32: observation (N, *obs), done (N), h, c
+(N, hidden) to logits (N, logits), or the mean of a Gaussian, value (N), next_h and next_c. done is
+1 where an episode ended just before this observation: the state is reset there. Begin with zeros.
+It is compared with torch over some steps before it is written. RUN is a file of weights too, with
+flags for the training script: --env-id, --hidden-size, --env.KEY VALUE.
 """
 
 import io
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Source, Trained, UsageError, main
+from common import Source, Trained, fail, main
 
 INPUTS = ("observation", "done", "h", "c")
 
@@ -28,7 +29,7 @@ INPUTS = ("observation", "done", "h", "c")
 @dataclass
 class Options(Source):
     out: str = ""
-    """the file to write: .bin, .onnx or .pt"""
+    """the file to write: .onnx, .bin or .pt"""
 
 
 class Policy(torch.nn.Module):
@@ -36,94 +37,97 @@ class Policy(torch.nn.Module):
 
     def __init__(self, trained: Trained):
         super().__init__()
-        self.agent, self.act = trained.agent, trained.script.act
+        self.agent = trained.agent
         self.agent.sample = lambda logits, noise: (logits, logits)
+        self.act = trained.script.act
 
     def forward(self, observation, done, h, c):
-        logits, _, value, h, c = self.act(
-            self.agent, observation, done, h, c, *self.agent.lstm_weights(), None
-        )
+        weights = self.agent.lstm_weights()
+        logits, _, value, h, c = self.act(self.agent, observation, done, h, c, *weights, None)
         return logits, value, h, c
 
 
 @torch.no_grad()
-def to_onnx(trained: Trained, out: pathlib.Path) -> tuple[bytes, str]:
-    """The file and a line about it. Raises UsageError where a package is missing, AssertionError where it computes wrongly."""
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401  torch.onnx.export needs it
-    except ImportError as error:
-        raise UsageError(f"--out {out}: {error}; pip install onnxscript onnxruntime") from error
-    logging.getLogger("torch.onnx").setLevel(
-        logging.ERROR
-    )  # it tells of torchvision, which is not used
-    policy, space, n = Policy(trained).eval(), trained.envs.single_observation_space, 3
+def to_onnx(trained: Trained) -> tuple[bytes, str]:
+    """The file and a line about it. Raises AssertionError where it computes wrongly."""
+    import onnxruntime
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of torchvision, not used
+    policy = Policy(trained).eval()
+    space = trained.envs.observation_space
     space.seed(1)
-    steps = [
-        (torch.as_tensor(np.stack([space.sample() for _ in range(n)])), torch.zeros(n))
-        for _ in range(8)
-    ]
+    n = 3
+    steps = []
+    for _ in range(8):
+        observations = np.stack([space.sample() for _ in range(n)])
+        steps.append((torch.as_tensor(observations), torch.zeros(n)))
     steps[4][1][0] = 1  # a reset among them
-    state = torch.zeros(2, n, trained.args.hidden_size).unbind()
-    outputs = ("mean" if trained.agent.continuous else "logits", "value", "next_h", "next_c")
+    state = list(torch.zeros(2, n, trained.args.hidden_size))
+    heads = "mean" if trained.agent.continuous else "logits", "value"
+    names = {"input_names": INPUTS, "output_names": (*heads, "next_h", "next_c")}
+    shapes = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
+    options = {"dynamic_shapes": shapes, "dynamo": True, "verbose": False}
     with io.BytesIO() as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names = {"input_names": INPUTS, "output_names": outputs}
-        batch = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
-        torch.onnx.export(
-            policy,
-            (*steps[0], *state),
-            file,
-            **names,
-            dynamic_shapes=batch,
-            dynamo=True,
-            verbose=False,
-        )
+        torch.onnx.export(policy, (*steps[0], *state), file, **names, **options)
         content = file.getvalue()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    difference, ours, theirs = 0.0, state, [x.numpy() for x in state]
+    difference = 0.0
+    ours = state
+    theirs = [x.numpy() for x in state]
     for observation, done in steps:
-        logits, value, *ours = policy(observation, done, *ours)
+        expected = policy(observation, done, *ours)
         inputs = dict(zip(INPUTS, (observation.numpy(), done.numpy(), *theirs)))
-        *heads, theirs[0], theirs[1] = session.run(None, inputs)
-        pairs = zip((logits, value, *ours), (*heads, *theirs))
-        difference = max(
-            difference, *(float((one - torch.as_tensor(other)).abs().max()) for one, other in pairs)
-        )
+        results = session.run(None, inputs)
+        for one, other in zip(expected, results):
+            difference = max(difference, np.abs(one.numpy() - other).max())
+        ours = expected[2:]
+        theirs = results[2:]
     assert difference < 1e-4, f"ONNX Runtime and torch differ by {difference:.1e}"
-    shapes = f"observation (N, {', '.join(map(str, space.shape))}) {space.dtype}, state (N, {state[0].shape[1]})"
+    shape = ", ".join(map(str, ("N", *space.shape)))
+    line = f"observation ({shape}) {space.dtype}, state (N, {trained.args.hidden_size})"
     return (
         content,
-        f"{shapes}; differs from torch by at most {difference:.1e} over {len(steps)} steps",
+        f"; {line}; differs from torch by at most {difference:.1e} in {len(steps)} steps",
     )
+
+
+def to_pufferlib(trained: Trained) -> bytes:
+    """The file that PuffeRL loads, in which the LSTM's parameters are a cell's too."""
+    state = trained.agent.state_dict()
+    for name, parameter in trained.agent.lstm.named_parameters():
+        state[f"cell.{name.removesuffix('_l0')}"] = parameter.detach()
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def export(options: Options, flags: list[str]) -> int:
     out = pathlib.Path(options.out)
-    if out.suffix not in (".bin", ".onnx", ".pt"):
-        raise UsageError(f"--out {options.out}: must end in .bin, .onnx or .pt")
+    if out.suffix not in (".onnx", ".bin", ".pt"):
+        fail(f"--out {options.out}: must end in .onnx, .bin or .pt")
     if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: no such folder")
+        fail(f"--out {out}: no such folder")
     trained = Trained(options, [*flags, "--precision", "float32"])
+    if trained.args.norm_obs and out.suffix != ".onnx":
+        fail(f"--out {out}: PufferLib's files have no place for --norm-obs; use .onnx")
     trained.make(1)
-    parameters, line = list(trained.agent.parameters()), ""
+    parameters = list(trained.agent.parameters())
+    line = ""
     if out.suffix == ".onnx":
-        content, line = to_onnx(trained, out)
+        content, line = to_onnx(trained)
     elif out.suffix == ".bin":
         content = torch.nn.utils.parameters_to_vector(parameters).detach().numpy().tobytes()
     else:
-        buffer = io.BytesIO()
-        torch.save(trained.agent.state_dict(), buffer)
-        content = buffer.getvalue()
+        content = to_pufferlib(trained)
     trained.envs.close()
     temporary = out.with_name(f"{out.name}.tmp")
     temporary.write_bytes(content)
     os.replace(temporary, out)
-    print(
-        f"{out}: {sum(p.numel() for p in parameters):,} parameters of {trained.path}{line and '; '}{line}"
-    )
+    total = sum(parameter.numel() for parameter in parameters)
+    print(f"{out}: {total:,} parameters of {trained.path}{line}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Options, export, __doc__))
+    sys.exit(main(export, Options, __doc__))

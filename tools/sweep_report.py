@@ -41,7 +41,8 @@ class Args:
 
 def front_trials(study: optuna.Study) -> list[FrozenTrial]:
     """The trials that no other one beats in both cost and score, by rising cost."""
-    trials, sign = ranked(study), 1 if study.direction.name == "MAXIMIZE" else -1
+    trials = ranked(study)
+    sign = 1 if study.direction.name == "MAXIMIZE" else -1
     costs, scores = np.array([(trial.user_attrs["cost"], sign * trial.value) for trial in trials]).T
     return [trials[index] for index in pareto_front(costs, scores)]
 
@@ -131,9 +132,11 @@ def main() -> int:
         print(f"error: {args.folder}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
         return 2
     write_csv(study, args.folder / "trials.csv")
-    metric, (best, fresh) = study.user_attrs["sweep"]["metric"], best_of(study)
+    metric = study.user_attrs["sweep"]["metric"]
+    best, fresh = best_of(study)
     if best:
-        front, importances = front_trials(study), {}
+        front = front_trials(study)
+        importances = {}
         plot_front(study, front, metric, args.folder / "pareto.png")
         with contextlib.suppress(ValueError, RuntimeError):  # fewer than two trials, or all alike
             evaluator = optuna.importance.FanovaImportanceEvaluator(seed=1)

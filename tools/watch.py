@@ -4,12 +4,14 @@
     python tools/watch.py runs/RUN --once    # print it once and leave
     python tools/watch.py runs/RUN --svg dashboard.svg
 
-It reads config.yaml and metrics.jsonl, and leaves on Ctrl-C or when the run ends. CPU, memory and GPU are this machine's.
+It reads config.yaml and metrics.jsonl, and leaves on Ctrl-C or when the run ends. CPU, memory and
+GPU are this machine's.
 """
 
 import contextlib
 import io
 import itertools
+import math
 import pathlib
 import sys
 import time
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import tyro
-from common import UsageError, find_run, main, read_config, read_rows
+from common import fail, find_run, main, read_config, read_rows
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -31,7 +33,7 @@ from rich.text import Text
 
 @dataclass
 class Options:
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[str] = "latest"
     """a run's folder, or latest"""
     once: bool = False
     """print it once, as where stdout is no terminal"""
@@ -44,29 +46,24 @@ class Options:
 def plot(values: list[float], width: int, height: int) -> Text:
     """Bars of block characters from the least to the most, each the mean of a part of `values`."""
     edges = np.arange(width + 1) * len(values) // width
-    parts = np.array(
-        [np.mean(values[low : max(high, low + 1)]) for low, high in itertools.pairwise(edges)]
-    )
-    eighths = 1 + np.round(
-        (8 * height - 1) * (parts - parts.min()) / max(np.ptp(parts), 1e-12)
-    ).astype(int)
-    lines = [
-        "".join(" ▁▂▃▄▅▆▇█"[n] for n in (eighths - 8 * row).clip(0, 8))
-        for row in reversed(range(height))
-    ]
+    parts = [np.mean(values[low : max(high, low + 1)]) for low, high in itertools.pairwise(edges)]
+    parts = np.array(parts) - min(parts)
+    eighths = 1 + np.round((8 * height - 1) * parts / max(parts.max(), 1e-12)).astype(int)
+    lines = []
+    for row in reversed(range(height)):
+        lines.append("".join(" ▁▂▃▄▅▆▇█"[n] for n in (eighths - 8 * row).clip(0, 8)))
     return Text("\n".join(lines), style="green", no_wrap=True)
 
 
 def number(value) -> str:
-    return (
-        str(value)
-        if not isinstance(value, (int, float))
-        else f"{value:{',.0f' if abs(value) >= 1000 else '.4g'}}"
-    )
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def clock(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) % 3600 // 60:02d}:{int(seconds) % 60:02d}"
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def machine() -> dict[str, str]:
@@ -82,88 +79,87 @@ def machine() -> dict[str, str]:
         pynvml.nvmlInit()
         for i in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
-            busy, taken = (
-                pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-                pynvml.nvmlDeviceGetMemoryInfo(gpu).used,
-            )
+            busy = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+            taken = pynvml.nvmlDeviceGetMemoryInfo(gpu).used
             used[f"GPU {i}"] = f"{busy} %, {taken / 2**30:.1f} GiB"
     return used
 
 
+def state_of(config: dict, row: dict, folder: pathlib.Path) -> str:
+    """Why it ended, or how long it goes on, and whether it has stopped to write."""
+    if "exit_reason" in row:
+        return row["exit_reason"]
+    left = max(config["total_timesteps"] - row["step"], 0) / max(row["sps"], 1e-9)
+    limit = config.get("time_limit", math.inf) - row["time"]
+    if limit > 0:  # else it is counted from a resume
+        left = min(left, limit)
+    silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    return f"{clock(left)} left" + (f", silent for {clock(silent)}" if silent > 60 else "")
+
+
 def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) -> Panel:
     row = {key: value for one in rows for key, value in one.items()}  # the newest of each
-    title, total = (
-        f"{config.get('exp_name')} · {config.get('env_id')}",
-        config.get("total_timesteps") or 1,
-    )
+    titles = {"title": f"{config['exp_name']} · {config['env_id']}", "subtitle": folder.name}
     if "sps" not in row:
-        return Panel(
-            row.get("exit_reason", "nothing logged yet"), title=title, subtitle=folder.name
-        )
-    left = max(total - row["step"], 0) / max(row["sps"], 1e-9)
-    if config.get("time_limit"):
-        left = min(left, max(config["time_limit"] - row["time"] + row["startup"], 0))
-    silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    state = row.get("exit_reason") or f"{clock(left)} left" + f", silent for {clock(silent)}" * (
-        silent > 60
-    )
+        return Panel(row.get("exit_reason", "nothing logged yet"), **titles)
 
-    def of(prefix: str, suffix: str = "") -> dict:
-        names = [key for key in row if key.startswith(prefix) and key.endswith(suffix)]
-        return {key[len(prefix) : len(key) - len(suffix)]: row[key] for key in names}
+    def of(prefix: str) -> dict:
+        return {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
 
+    total = config["total_timesteps"]
+    episodes = {key: row[key] for key in row if key.startswith("episodic")} | of("env/")
     sections = {
         "run": {
             "steps": f"{row['step']:,} of {total:,}",
             "time": clock(row["time"]),
-            "state": state,
-        }
-        | {"steps/s": row["sps"], "learning rate": row["learning_rate"]},
+            "state": state_of(config, row, folder),
+            "steps/s": row["sps"],
+            "learning rate": row["learning_rate"],
+        },
         "this machine": machine(),
         "ranks": of("ranks/"),
-        "time": {name: f"{100 * share:.0f} %" for name, share in of("time/", "_share").items()},
-        "episodes": dict(
-            [*((key, row[key]) for key in row if key.startswith("episodic")), *of("env/").items()][
-                :12
-            ]
-        ),
+        "time": {name: f"{100 * share:.0f} %" for name, share in of("time/").items()},
+        "episodes": dict(itertools.islice(episodes.items(), 12)),
         "losses": of("losses/"),
     }
     tables = []
     for name, values in sections.items():
+        if not values:
+            continue
         table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
         table.add_row(f"[bold cyan]{name}")
         for key, value in values.items():
             table.add_row(Text(key), Text(number(value)))  # no markup
-        tables += [table] * bool(values)
-    plots = []
-    for name, height in ("env/score" if "env/score" in row else "episodic_return", 4), ("sps", 1):
-        if values := [one[name] for one in rows if name in one]:
-            what = "steps/s" if name == "sps" else name.removeprefix("env/")
-            label = f"{what}: {number(min(values))} to {number(max(values))}"
-            plots += [Text(label, style="bold cyan"), plot(values, width - 4, height)]
-    bar = Padding(
-        ProgressBar(total=total, completed=min(row["step"], total)), 0
-    )  # padded: alone it ends no line
-    return Panel(
-        Group(bar, *plots, Columns(tables, padding=(0, 2))), title=title, subtitle=folder.name
-    )
+        tables.append(table)
+    # Padded: alone, a bar ends no line.
+    parts = [Padding(ProgressBar(total=total, completed=min(row["step"], total)), 0)]
+    score = "env/score" if "env/score" in row else "episodic_return"
+    for name, height in (score, 4), ("sps", 1):
+        values = [one[name] for one in rows if name in one]
+        if values:
+            label = name.removeprefix("env/").replace("sps", "steps/s")
+            label = f"{label}: {number(min(values))} to {number(max(values))}"
+            parts += [Text(label, style="bold cyan"), plot(values, width - 4, height)]
+    return Panel(Group(*parts, Columns(tables, padding=(0, 2))), **titles)
 
 
-def watch(options: Options, flags: list[str]) -> int:
-    if flags:
-        raise UsageError(f"unknown: {' '.join(flags)} (see --help)")
+def watch(options: Options) -> int:
     folder = find_run(options.run, options.output_dir, "config.yaml")
-    folder = folder if folder.is_dir() else folder.parent
-    config, console = read_config(folder), Console()
+    if not folder.is_dir():
+        folder = folder.parent
+    config = {"exp_name": "", "env_id": "", "total_timesteps": 1} | read_config(folder)
+    console = Console()
     if options.svg:
         console = Console(record=True, width=112, file=io.StringIO())
         console.print(dashboard(config, read_rows(folder), folder, console.width))
-        console.save_svg(options.svg, title=f"tools/watch.py {folder.name}")
+        try:
+            console.save_svg(options.svg, title=f"tools/watch.py {folder.name}")
+        except OSError as error:
+            fail(f"--svg {options.svg}: {error.strerror}")
         return 0
-    if not console.is_terminal:
-        console = Console(width=100)
     if options.once or not console.is_terminal:
+        if not console.is_terminal:
+            console = Console(width=100)
         console.print(dashboard(config, read_rows(folder), folder, console.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
@@ -177,4 +173,4 @@ def watch(options: Options, flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Options, watch, __doc__))
+    sys.exit(main(watch, Options, __doc__))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment of one benchmark peer, .peers/NAME; `make benchmark-peers` makes all of them.
-# Versions are pinned in NAME.txt beside this script. PufferLib is built once, with its trainer's extension, which only
-# pufferl needs; the others take the same wheel from .peers/wheels. PYTHON and TORCH come from the Makefile.
+# Versions are pinned in NAME.txt beside this script. PufferLib is built once, as released, with its trainer's extension,
+# which only pufferl needs; the others take the same wheel from .peers/wheels. PYTHON and TORCH come from the Makefile.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 name=${1:?usage: install.sh NAME}
@@ -16,5 +16,5 @@ pip install setuptools==80.9.0 wheel==0.45.1
 if command -v nvidia-smi >/dev/null || ! pip install "torch==$torch+cpu" 2>/dev/null; then pip install "torch==$torch"; fi
 pip install --no-build-isolation -r "benchmark/peers/$name.txt"
 [ "$name" != sample_factory ] || pip install --no-deps sample-factory==2.1.1
-NO_TRAIN=0 bash install_pufferlib.sh "$venv/bin/python" .peers/wheels
+NO_TRAIN=0 PATCH=0 bash install_pufferlib.sh "$venv/bin/python" .peers/wheels
 touch "$venv/.installed"

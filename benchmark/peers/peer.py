@@ -64,9 +64,12 @@ class Metrics:
         self.first = None  # when the first iteration was over, and with it compiling: --seconds count from then on
         self.step = 0
         pid = os.getpid()
-        end = lambda signum, frame: (
-            self.finish(128 + signum) if os.getpid() == pid else os._exit(143)
-        )  # noqa: E731
+
+        def end(signum, frame):
+            if os.getpid() != pid:  # a child, which has inherited this
+                os._exit(143)
+            self.finish(128 + signum)
+
         signal.signal(signal.SIGTERM, end)
         sys.excepthook = lambda *error: (traceback.print_exception(*error), self.finish(1))
 

@@ -1,0 +1,348 @@
+"""What pufferlib.patch does to PufferLib, with worker processes that are real and environments that are tiny."""
+
+import ctypes
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+from multiprocessing.context import ForkProcess
+
+import numpy as np
+import psutil
+import pufferlib.ocean.environment as ocean
+import pufferlib.vector
+import pytest
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from pufferlib.vector import env_seed
+
+LIBC = ctypes.CDLL(None)
+SERIAL = {"backend": "Serial", "num_envs": 4}
+WORKERS = {"backend": "Multiprocessing", "num_envs": 4, "num_workers": 4, "overwork": True}
+HALVES = WORKERS | {"batch_size": 2}
+SHARED = WORKERS | {"num_workers": 2}  # two environments in each
+ALONE = WORKERS | {"num_envs": 1, "num_workers": 1}
+OCEAN = (
+    "breakout blastar convert pong freeway enduro tetris cartpole moba boids drone snake squared "
+    "pysquared terraform template tripletriad target go rware trash_pickup tower_climb grid cpr "
+    "pacman checkers nmmo3"
+)
+MADE, PYTHON, NUMPY, C, RESET, ACTION = range(6)  # what a Witness sees
+
+
+class Witness(pufferlib.PufferEnv):
+    """Observes the seed it was made with, a number of each generator then, its reset's seed, and its last action."""
+
+    closed = 0
+
+    def __init__(self, buf=None, seed=0):
+        self.single_observation_space = Box(-1, 2**31, (6,), np.float64)
+        self.single_action_space = Discrete(100)
+        self.num_agents = 1
+        super().__init__(buf)
+        self.made = [seed, random.getrandbits(31), np.random.randint(2**31 - 1), LIBC.rand()]
+
+    def reset(self, seed=None):
+        self.observations[0] = [*self.made, seed, -1]
+        return self.observations, []
+
+    def step(self, actions):
+        self.observations[0, ACTION] = actions[0]
+        return self.observations, self.rewards, self.terminals, self.truncations, [{"n": 1}]
+
+    def close(self):
+        Witness.closed += 1
+
+
+def fails_in_a_worker(buf=None, seed=None):
+    if seed is not None:  # the one that PufferLib makes in the parent, to look at, gets none
+        raise ValueError("on purpose")
+    return Witness(buf)
+
+
+@pytest.fixture(autouse=True)
+def a_hang_is_a_failure():
+    def fail(*_):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def make():
+    """vector.make, whose workers end with the test."""
+    made = []
+
+    def make(maker=Witness, **how):
+        made.append(pufferlib.vector.make(maker, **how))
+        return made[-1]
+
+    yield make
+    for vecenv in made:
+        vecenv.close()
+
+
+def first_observations(vecenv, seed):
+    vecenv.async_reset(seed)
+    return vecenv.recv()[0].copy()
+
+
+def lives(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [WORKERS, HALVES, SHARED, ALONE])
+def test_killed_worker_is_an_error_at_recv_with_its_number_and_exit_code(make, how):
+    vecenv = make(**how)
+    vecenv.async_reset(1)
+    groups = vecenv.num_agents // vecenv.agents_per_batch
+    for _ in range(groups):
+        vecenv.recv()
+    process = vecenv.processes[-1]
+    process.kill()
+    process.join()
+    for _ in range(groups):
+        vecenv.send(np.zeros(vecenv.agents_per_batch, int))
+    ended = rf"worker {how['num_workers'] - 1} \(pid {process.pid}\) ended: exit code -9"
+    with pytest.raises(ChildProcessError, match=ended):
+        for _ in range(groups):
+            vecenv.recv()
+
+
+def test_worker_killed_while_it_steps_is_an_error_at_reset(make):
+    vecenv = make(**WORKERS)
+    first_observations(vecenv, 1)
+    os.kill(vecenv.processes[2].pid, signal.SIGSTOP)
+    vecenv.send(np.zeros(4, int))
+    vecenv.processes[2].kill()
+    with pytest.raises(ChildProcessError, match=r"worker 2 .* exit code -9"):
+        vecenv.async_reset(2)
+
+
+def test_environment_that_cannot_be_made_in_a_worker_is_an_error_at_recv(make):
+    vecenv = make(fails_in_a_worker, **WORKERS)
+    vecenv.async_reset(1)
+    with pytest.raises(ChildProcessError, match="ended: exit code 1"):
+        vecenv.recv()
+
+
+def test_signals_that_reach_the_process_group_do_nothing_to_a_worker(make):
+    vecenv = make(**WORKERS)
+    first_observations(vecenv, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(vecenv.processes[0].pid, number)
+    for action in range(5):
+        vecenv.send(np.full(4, action))
+        assert (vecenv.recv()[0][:, ACTION] == action).all()
+
+
+def test_workers_of_a_killed_parent_end():
+    def parent(connection):
+        vecenv = pufferlib.vector.make(Witness, **WORKERS)
+        first_observations(vecenv, 1)
+        connection.send([process.pid for process in vecenv.processes])
+        time.sleep(600)
+
+    here, there = Pipe()
+    process = ForkProcess(target=parent, args=(there,))
+    process.start()
+    pids = here.recv()
+    assert all(map(lives, pids))
+    process.kill()
+    process.join()
+    while any(map(lives, pids)):
+        time.sleep(0.01)
+
+
+def test_program_that_fails_without_closing_ends_and_so_do_its_workers(tmp_path):
+    program = """
+        import pufferlib.vector, test_pufferlib
+        vecenv = pufferlib.vector.make(test_pufferlib.Witness, **test_pufferlib.WORKERS)
+        print(*[process.pid for process in vecenv.processes])
+        raise SystemExit(7)
+    """.replace("\n        ", "\n")
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 7
+    assert len(run.stdout.split()) == 4
+    assert not any(lives(int(pid)) for pid in run.stdout.split())
+
+
+def test_close_leaves_nothing_and_may_be_called_twice(make):
+    vecenv = make(**WORKERS)
+    first_observations(vecenv, 1)
+    closed = Witness.closed
+    vecenv.close()
+    vecenv.close()
+    assert [process.exitcode for process in vecenv.processes] == [-signal.SIGKILL] * 4
+    assert Witness.closed == closed + 1
+
+
+# Turns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [HALVES, SHARED | {"batch_size": 2}])
+def test_two_groups_received_before_either_is_sent_to_get_their_own_actions(make, how):
+    vecenv = make(**how)
+    vecenv.async_reset(1)
+    groups = [vecenv.recv()[5].tolist() for _ in range(2)]
+    assert groups == [[0, 1], [2, 3]]
+    for step in range(3):
+        actions = [[10 * step, 10 * step + 1], [10 * step + 2, 10 * step + 3]]
+        for of_group in actions:
+            vecenv.send(np.array(of_group))
+        for of_group in actions:
+            assert vecenv.recv()[0][:, ACTION].tolist() == of_group
+
+
+def test_nothing_is_received_twice(make):
+    vecenv = make(**HALVES)
+    vecenv.async_reset(1)
+    vecenv.recv()
+    vecenv.recv()
+    with pytest.raises(pufferlib.APIUsageError, match="send before recv"):
+        vecenv.recv()
+
+
+@pytest.mark.parametrize("how", [SERIAL, WORKERS])
+def test_reset_comes_first(make, how):
+    vecenv = make(**how)
+    with pytest.raises(pufferlib.APIUsageError, match="reset"):
+        vecenv.recv()
+    with pytest.raises(pufferlib.APIUsageError, match="reset"):
+        vecenv.send(np.zeros(4, int))
+
+
+def test_reset_after_infos_were_received(make):
+    vecenv = make(**WORKERS)
+    first_observations(vecenv, 1)
+    vecenv.send(np.ones(4, int))
+    assert len(vecenv.recv()[4]) == 4
+    observations = first_observations(vecenv, 2)
+    assert observations[:, RESET].tolist() == [env_seed(2, number) for number in range(4)]
+    assert (observations[:, ACTION] == -1).all()
+
+
+@pytest.mark.parametrize("how", [SERIAL, WORKERS])
+def test_all_first_actions_may_be_the_last_of_the_space_or_any(make, how):
+    vecenv = make(**how)
+    first_observations(vecenv, 1)
+    vecenv.send(np.full(4, 99, np.int32))
+    assert (vecenv.recv()[0][:, ACTION] == 99).all()
+
+
+# Seeds --------------------------------------------------------------------------------------------
+
+
+def test_env_seed_has_31_bits_and_those_of_neighbouring_seeds_are_far_apart():
+    seeds = np.sort([env_seed(seed, number) for seed in range(20) for number in range(20)])
+    assert seeds[0] >= 0
+    assert seeds[-1] < 2**31
+    assert np.diff(seeds).min() > 10
+
+
+@pytest.mark.parametrize("how", [SERIAL, WORKERS, HALVES, SHARED], ids=str)
+def test_environment_gets_the_same_seeds_in_every_backend_and_neighbouring_runs_share_none(
+    make, how
+):
+    seen = set()
+    for seed in (1, 2, 3):
+        vecenv = make(seed=seed, **how)
+        vecenv.async_reset(seed + 10)
+        groups = [vecenv.recv()[0].copy() for _ in range(2 if "batch_size" in how else 1)]
+        observations = np.concatenate(groups)
+        assert observations[:, MADE].tolist() == [env_seed(seed, k) for k in range(4)]
+        assert observations[:, RESET].tolist() == [env_seed(seed + 10, k) for k in range(4)]
+        draws = []
+        for number in range(4):
+            LIBC.srand(env_seed(seed, number))
+            draws.append(LIBC.rand())
+        assert observations[:, C].tolist() == draws
+        seen |= set(observations[:, [MADE, C, RESET]].flatten())
+    assert len(seen) == 3 * 4 * 3
+
+
+def test_native_environment_gets_the_seeds_of_number_0(make):
+    vecenv = make(seed=5)
+    observation = first_observations(vecenv, 6)[0]
+    LIBC.srand(env_seed(5, 0))
+    assert observation[[MADE, C, RESET]].tolist() == [env_seed(5, 0), LIBC.rand(), env_seed(6, 0)]
+
+
+@pytest.mark.parametrize("how", [WORKERS, SHARED], ids=str)
+def test_python_and_numpy_are_seeded_in_workers(make, how):
+    observations = first_observations(make(seed=1, **how), 1)
+    for number, observation in enumerate(observations):
+        seed = env_seed(1, number)
+        assert observation[PYTHON] == random.Random(seed).getrandbits(31)
+        assert observation[NUMPY] == np.random.RandomState(seed).randint(2**31 - 1)
+
+
+@pytest.mark.parametrize("how, drawn", [({}, slice(1)), (SERIAL, slice(1, 5))], ids=str)
+def test_python_and_numpy_are_not_seeded_in_the_program_itself(make, how, drawn):
+    random.seed(3)
+    np.random.seed(3)
+    observations = first_observations(make(seed=1, **how), 1)
+    python = random.Random(3)
+    assert observations[:, PYTHON].tolist() == [python.getrandbits(31) for _ in range(5)][drawn]
+    numpy = np.random.RandomState(3).randint(2**31 - 1, size=5)
+    assert observations[:, NUMPY].tolist() == numpy[drawn].tolist()
+
+
+def numbers_of(name, seed):
+    """A hash of what an environment of Ocean shows in 80 steps of the same random actions."""
+    np.random.seed(seed)  # as a program would: pysquared draws from it
+    kwargs = {} if name in ("pysquared", "nmmo3") else {"num_envs": 16}
+    if name == "tower_climb":
+        kwargs["num_maps"] = 1  # a map takes 0.1 s
+    vecenv = pufferlib.vector.make(
+        ocean.env_creator(f"puffer_{name}"), env_kwargs=kwargs, seed=seed
+    )
+    vecenv.async_reset(seed)
+    space = vecenv.single_action_space
+    rng = np.random.default_rng(0)
+    digest = hashlib.sha256()
+    for _ in range(80):
+        for array in vecenv.recv()[:2]:
+            digest.update(array)
+        shape = vecenv.actions.shape
+        if isinstance(space, Box):
+            actions = rng.uniform(-1, 1, shape)
+        elif isinstance(space, MultiDiscrete):
+            actions = rng.integers(0, space.nvec, shape)
+        else:
+            actions = rng.integers(0, space.n, shape)
+        vecenv.send(actions.astype(vecenv.actions.dtype))
+    return digest.hexdigest()
+
+
+def test_oceans_environments_depend_on_the_seed_and_on_nothing_else():
+    first = {name: numbers_of(name, 1) for name in OCEAN.split()}
+    time.sleep(1.1)  # five of them took their seed from the clock
+    assert {name: numbers_of(name, 1) for name in OCEAN.split()} == first
+    other = {name: numbers_of(name, 2) for name in OCEAN.split()}
+    assert [name for name in first if first[name] == other[name]] == []
+
+
+# Import -------------------------------------------------------------------------------------------
+
+
+def test_import_in_a_folder_that_cannot_be_written_to():
+    with pytest.raises(OSError):
+        os.symlink("here", "/sys/there")  # not even by root, which these tests may run as
+    subprocess.run([sys.executable, "-c", "import pufferlib"], cwd="/sys", check=True)
