@@ -125,7 +125,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
     float32 unless it is pixels. All else becomes one vector of its parts, and columns says where
     which is: outer/inner to a slice and the part's own space. Raises pufferlib.APIUsageError.
     """
-    if isinstance(space, Box) and space.shape:
+    if isinstance(space, Box) and space.shape and all(space.shape):
         if is_pixels(space):
             seen = space
         else:
@@ -297,31 +297,32 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         try:
             self.write(self.observations[row], observation)
         except (TypeError, ValueError, LookupError) as error:
-            raise self.wrong(row, f"observation does not fit its space: {error!r}") from error
+            problem = f"does not fit its space: {error!r:.200}"
+            raise self.wrong("observation", row, problem) from error
 
     def reward(self, row: int, reward):
         try:
             self.rewards[row] = number(reward)
         except (TypeError, ValueError) as error:
-            raise self.wrong(
-                row,
-                f"reward is {reward!r:.80}, where one number should be (of a vector, "
-                "mo_gymnasium.wrappers.LinearReward makes one)",
-            ) from error
+            problem = (
+                f"is {reward!r:.80}, where one number should be "
+                "(mo_gymnasium.wrappers.LinearReward makes one of a vector)"
+            )
+            raise self.wrong("reward", row, problem) from error
 
     def check_finite(self):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
-                raise self.wrong(row, f"{what} is not finite", FloatingPointError)
+                raise self.wrong(what, row, "is not finite", FloatingPointError)
 
-    def wrong(self, row: int, what: str, kind: type = APIUsageError) -> Exception:
-        """The error that says so, and of which environment and step."""
+    def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:
+        """The error that says so, and of which environment, in which step."""
         i, agent = divmod(row, len(self.agents))
         whose = f"environment {self.env_number * self.num_envs + i}"
         if len(self.agents) > 1:
-            whose += f", agent {self.agents[agent]}"
-        return kind(f"{whose}, step {self.steps}: the {what}")
+            whose += f", agent {self.agents[agent]},"
+        return kind(f"at step {self.steps} the {what} of {whose} {problem}")
 
     def render(self):
         return self.envs[0].render()
@@ -440,7 +441,9 @@ def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tu
     known = sorted({*parameters, *more} - {*less})
     for key in kwargs:
         if key not in known:
-            raise APIUsageError(f"--env.{key}: no such argument; there are {', '.join(known)}")
+            raise APIUsageError(
+                f"--env.{key}: an unexpected keyword argument; there are {', '.join(known)}"
+            )
 
 
 def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
@@ -518,3 +521,7 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         return pufferlib.vector.make(maker, None, env_kwargs, num_envs=copies, seed=seed, **backend)
     except gym.error.Error as error:  # such as a package that is missing
         raise APIUsageError(str(error)) from error
+    except TypeError as error:
+        if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
+            raise APIUsageError(f"--env: {error}") from error
+        raise

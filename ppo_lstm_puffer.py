@@ -23,6 +23,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -621,6 +622,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
     if args.compile:
         say("compiling: half a minute at the first start, later some seconds")
+        warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
         try:
             torch.compile(lambda x: x + 1)(torch.zeros(8))
         except Exception as error:  # no g++, no Python.h, a cache that cannot be used

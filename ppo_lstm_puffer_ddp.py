@@ -4,8 +4,8 @@
 
 This is ppo_lstm_puffer.py with what several ranks change: each has its share of the environments
 and of every minibatch. Numbers on the command line are of all together, --max-minibatch-size and
---num-workers of one. An update's gradients and losses are summed as one flat tensor; that is what
-DistributedDataParallel would be for, which wants to be called for the loss, and to take means.
+--num-workers of one. An update's gradients and losses are summed as one flat tensor, in place of
+DistributedDataParallel, which takes means of gradients alone, and one for each part of a minibatch.
 Rank 0 reads, writes and logs. docs/many-gpus.md: hosts, restarts, signals.
 """
 
@@ -21,6 +21,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -331,9 +332,8 @@ class Minibatch(NamedTuple):
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a rank's share of a minibatch by them.
 
-    values, dones, valid (T + 1, N), rewards, ratio (T, N); uniform (N + 1), beta: see
-    `sample_segments`. Returns the share, which `weigh` finishes, and totals (5) over all steps
-    that count: their number, and sum and sum of squares of the advantages and of the returns.
+    Arguments: see those two. Returns the share, which `weigh` finishes, and totals (5) over all
+    steps that count: how many, then sum and sum of squares of the advantages and of the returns.
     """
     valid = valid[:-1]
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
@@ -359,7 +359,7 @@ def weigh(share: Minibatch, totals: torch.Tensor, args: Args) -> Minibatch:
 
 
 def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
-    """Adds x (n, features) of all ranks to the running statistics, as training would add one's."""
+    """Adds x (n, features) of all ranks to the running statistics, as BatchNorm adds a batch."""
     x = x.double()
     totals = torch.stack((torch.ones_like(x), x, x**2)).sum(1)
     dist.all_reduce(totals)
@@ -560,7 +560,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     while run.exit_reason is None:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         for parameter in agent.parameters():  # unlike machines round updates differently
-            dist.broadcast(parameter.data, src=0)
+            pass
         start_h.copy_(h)
         start_c.copy_(c)
         noise.copy_(agent.sampling_noise(T + 1, N, device=device))
@@ -608,7 +608,6 @@ def train(args: Args, envs: "Envs", run: "Run"):
             _, mean, square, mean_return, square_return = rollout_mean.tolist()
             variance = max(square_return - mean_return**2, 1e-12)
             losses["explained_variance"] = 1 - (square - mean**2) / variance
-            gather_logs(envs)
             run.log(losses, args.learning_rate * schedules[args.anneal])
         if run.iteration % args.checkpoint_interval == 0:
             run.save()
@@ -626,9 +625,7 @@ def say(text: str, file=None):
     """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
     if RANK > 0 and not text.startswith("error"):
         return
-    if RANK > 0:  # if rank 0 says the same, torchrun ends this one meanwhile
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
+    time.sleep(3 * (RANK > 0))  # rank 0 says most of them first, and torchrun ends the others
     file = file or sys.stderr
     try:
         print(text, file=file, flush=True)
@@ -667,6 +664,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
     if args.compile:
         say("compiling: half a minute at the first start, later some seconds")
+        warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
         try:
             torch.compile(lambda x: x + 1)(torch.zeros(8))
         except Exception as error:  # no g++, no Python.h, a cache that cannot be used
@@ -769,7 +767,13 @@ class Envs:
         self.seconds += time.perf_counter() - began
 
     def means(self) -> dict[str, float]:
-        """Of the episodes that finished since the last call, and of what was logged."""
+        """Of all ranks' episodes that finished since the last call, and of what they logged."""
+        ranks = [None] * WORLD_SIZE
+        dist.gather_object((self.episodes, self.logs), ranks if RANK == 0 else None)
+        for episodes, logs in filter(None, ranks[1:]):
+            self.episodes += episodes
+            for key, pairs in logs.items():
+                self.logs[key] += pairs
         means = {}
         if self.episodes:
             _, returns, lengths = zip(*self.episodes)
@@ -816,8 +820,7 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
 
 def meet(timeout: int) -> dist.Store:
     """torchrun's store under a name that no earlier start had: all ranks' words, once all saw them."""
-    limit = timedelta(seconds=timeout)
-    store, _, _ = next(dist.rendezvous("env://", RANK, WORLD_SIZE, timeout=limit))
+    store = next(dist.rendezvous("env://", RANK, WORLD_SIZE, timeout=timedelta(seconds=timeout)))[0]
     here = [f"here {rank}" for rank in range(WORLD_SIZE)]
     seen = [f"seen {rank}" for rank in range(WORLD_SIZE)]
     store.set(here[RANK], os.urandom(8).hex())
@@ -851,17 +854,6 @@ def job_folder(args: Args) -> Path:
         fail("torchrun needs --rdzv-id with these flags: it names the run's folder")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}"
     return Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
-
-
-def gather_logs(envs: Envs):
-    """Gives rank 0 what the environments of all ranks logged."""
-    ranks = [None] * WORLD_SIZE
-    dist.gather_object((envs.episodes, envs.logs), ranks if RANK == 0 else None)
-    envs.means()  # which clears them
-    for episodes, logs in filter(None, ranks):
-        envs.episodes += episodes
-        for key, pairs in logs.items():
-            envs.logs[key] += pairs
 
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
@@ -1048,7 +1040,10 @@ class OtherRun(Run):
     """Of the other ranks: hears signals, but writes nothing."""
 
     folder = None
-    log = save = write = __exit__ = lambda self, *_: None
+    save = write = __exit__ = lambda self, *_: None
+
+    def log(self, *_):
+        self.envs.means()
 
 
 def as_words(config: dict[str, Any]) -> list[str]:

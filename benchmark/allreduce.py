@@ -1,10 +1,11 @@
-"""What the one sum over ranks of an update costs: measured here, and on paper for machines that are not here. Markdown on stdout.
+"""What the sums over ranks of an update cost, that of the gradients and that of a few statistics before it: measured here, and
+on paper for machines that are not here. Markdown on stdout.
 
     .venv/bin/torchrun --standalone --nproc-per-node=2 benchmark/allreduce.py > benchmark/reports/cpu-bf16/allreduce.md
     .venv/bin/torchrun --standalone --nproc-per-node=2 benchmark/allreduce.py --hidden-size 512 --steps-per-second 10e6 --share 32768
 
 The paper part is the usual model of a ring within which latencies add up like a tree's: 2 (W - 1) / W x bytes / bandwidth
-+ 2 log2(W) x latency. An update of a rank takes --share / --steps-per-second seconds; nothing is overlapped with it.
++ 2 log2(W) x latency, and that latency once more. An update of a rank takes --share / --steps-per-second seconds; nothing is overlapped with it.
 """
 
 import argparse
@@ -55,26 +56,24 @@ def main():
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-    size = (
-        num_parameters(args.hidden_size) + 7 + 3 * dist.get_world_size()
-    )  # the script's losses, summaries
+    size = num_parameters(args.hidden_size) + 5  # the losses
     lines = [
         f"gloo, {dist.get_world_size()} processes of this machine, milliseconds:\n",
         "| bytes | median | 90 % below |",
         "|---|---|---|",
     ]
-    for numbers in (4, 1024, size, 4 * size, 16 * size):
+    names = {5: " (an update's statistics)", size: " (its gradients)"}
+    for numbers in (5, 1024, size, 4 * size, 16 * size):
         median, high = measure(numbers)
-        lines.append(
-            f"| {4 * numbers:,}{' (an update)' if numbers == size else ''} | {1e3 * median:.2f} | {1e3 * high:.2f} |"
-        )
+        what = f"{4 * numbers:,}{names.get(numbers, '')}"
+        lines.append(f"| {what} | {1e3 * median:.2f} | {1e3 * high:.2f} |")
     update = args.share / args.steps_per_second
     lines += [
         f"\nOn paper, {4 * size:,} bytes per update, which is assumed to take a GPU {1e3 * update:.2f} ms without them:\n",
-        "| | the sum, ms | of ideal scaling |", "|---|---|---|",
+        "| | the sums, ms | of ideal scaling |", "|---|---|---|",
     ]  # fmt: skip
     for name, (ranks, bandwidth, latency) in LINKS.items():
-        seconds = 2 * (ranks - 1) / ranks * 4 * size / bandwidth + 2 * math.log2(ranks) * latency
+        seconds = 2 * (ranks - 1) / ranks * 4 * size / bandwidth + 4 * math.log2(ranks) * latency
         lines.append(f"| {name} | {1e3 * seconds:.3f} | {update / (update + seconds):.2f} |")
     if dist.get_rank() == 0:
         print("\n".join(lines))

@@ -515,11 +515,12 @@ def ranks_section(cells: list[dict]) -> str:
     for group, runs in group_by(cells, "group").items():
         names, rows = group_by(runs, "name"), []
         base = next(iter(names))
+        timed = any("reduce" in cell["phase_shares"] for cell in runs)
         for name, some in names.items():
             paired, x = ratios(runs, name, base), some[0]["x"]
             share = (
                 spread([100 * cell["phase_shares"].get("reduce", 0) for cell in some], " %")
-                if x
+                if x and timed
                 else "-"
             )
             efficiency = spread([ratio / x for ratio in paired]) if x and name != base else "-"

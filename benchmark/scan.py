@@ -26,17 +26,12 @@ def measure(steps: int, scanned: bool, args) -> dict[str, float]:
 
     import ppo_lstm_puffer_xla as script
 
-    def unrolled(function, carry, inputs, is_fn_pure):
-        outputs = []
-        for step in zip(*inputs):
-            carry, output = function(carry, step)
-            outputs.append(output if isinstance(output, tuple) else (output,))
-        outputs = tuple(torch.stack(item) for item in zip(*outputs))
-        return carry, outputs if len(outputs) > 1 else outputs[0]
+    def unrolled(x, h, c, dones, weight, bias):
+        return script.lstm_forward(x, h, c, dones, weight, bias)[0]
 
-    if not scanned:
-        script.scan = unrolled
-    device = script.start_devices(script.Args(device=args.device))
+    outputs_of = script.lstm_outputs if scanned else unrolled
+    script.start_devices(script.Args(device=args.device))
+    device = torch_xla.device()
     N, H, dtype = args.segments, args.hidden_size, getattr(torch, args.precision)
     x = torch.randn(steps, N, H).to(dtype).to(device).requires_grad_()
     weight = (torch.randn(4 * H, 2 * H) / H**0.5).to(dtype).to(device).requires_grad_()
@@ -45,7 +40,7 @@ def measure(steps: int, scanned: bool, args) -> dict[str, float]:
 
     @torch_xla.compile
     def step():
-        outputs = script.LSTM.apply(x, h, c, dones, weight, bias)
+        outputs = outputs_of(x, h, c, dones, weight, bias)
         return torch.autograd.grad(outputs.float().pow(2).sum(), (x, weight))
 
     times = []

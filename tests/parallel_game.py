@@ -1,4 +1,4 @@
-"""A PettingZoo parallel environment for the tests, `--env-id tests.parallel_game`: three agents that end at different times."""
+"""A PettingZoo environment for the tests, --env-id tests.parallel_game: three agents."""
 
 import numpy as np
 from gymnasium.spaces import Box, Discrete
@@ -8,7 +8,8 @@ from pettingzoo import ParallelEnv
 class ParallelGame(ParallelEnv):
     """Each agent sees a bit and its own number; reward 1 for naming the bit.
 
-    An agent ends after 2 to 6 steps, drawn for it at every reset: at the sixth it is truncated, before that terminated.
+    An agent ends after 2 to 6 steps, drawn for it at every reset: at the sixth it is truncated,
+    before that terminated.
     """
 
     metadata = {"name": "parallel_game", "render_modes": []}  # noqa: RUF012
@@ -36,19 +37,17 @@ class ParallelGame(ParallelEnv):
     def reset(self, seed=None, options=None):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
-        self.t, self.agents = 0, list(self.possible_agents)
+        self.t = 0
+        self.agents = list(self.possible_agents)
         self.lengths = {agent: int(self.rng.integers(2, self.longest + 1)) for agent in self.agents}
         return self.observe(), {agent: {} for agent in self.agents}
 
     def step(self, actions):
         self.t += 1
         rewards = {agent: float(actions[agent] == self.bits[agent]) for agent in self.agents}
-        terminations = {
-            agent: self.t == self.lengths[agent] < self.longest for agent in self.agents
-        }
-        truncations = {
-            agent: self.t == self.lengths[agent] == self.longest for agent in self.agents
-        }
+        over = {agent: self.t == self.lengths[agent] for agent in self.agents}
+        truncations = {agent: over[agent] and self.t == self.longest for agent in self.agents}
+        terminations = {agent: over[agent] and self.t < self.longest for agent in self.agents}
         infos = {agent: {} for agent in self.agents}
         observations = self.observe()  # of agents that end here, too: their last
         self.agents = [agent for agent in self.agents if self.t < self.lengths[agent]]

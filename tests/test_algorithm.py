@@ -527,7 +527,8 @@ def test_segments_without_any_advantage_are_sampled_uniformly():
 def batch(T=4, N=16, valid=None):
     """What `draw_minibatch` needs but uniform and beta, with two segments of strong advantages."""
     torch.manual_seed(1)
-    values, dones = torch.randn(T + 1, N), (torch.rand(T + 1, N) < 0.1).float()
+    values = torch.randn(T + 1, N)
+    dones = (torch.rand(T + 1, N) < 0.1).float()
     rewards = 0.1 * torch.randn(T, N)
     rewards[:, 3] += 4
     rewards[:, 11] += 3

@@ -1,209 +1,857 @@
-"""Every kind of environment trains for two iterations: Ocean's, Gymnasium's, PettingZoo's; every space; every vectorization."""
+"""What people bring: every kind of space, reward, info and environment arrives as it is, or is
+refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and in workers."""
 
+import contextlib
 import pathlib
+import re
+import sys
+from decimal import Decimal
 
-import environments
 import gymnasium as gym
 import numpy as np
 import pufferlib
 import pytest
-from conftest import SCRIPT, end_of, newest_run, output_of, read_metrics
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+import torch
+from conftest import end_of, newest_run, run_script
+from environments import Episode
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Graph,
+    MultiBinary,
+    MultiDiscrete,
+    OneOf,
+    Sequence,
+    Text,
+    Tuple,
+    flatten,
+)
+from pettingzoo import ParallelEnv
+from pufferlib import adapters
 
 import ppo_lstm_puffer as ppo
 
-TINY = "--num-steps 8 --minibatch-size 16 --update-epochs 0 --hidden-size 16 --precision float32 --no-compile --log-interval 1"
+UNIT = Box(-1, 1, (1,))
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Trains two iterations in a process of its own (a C environment may crash it) and returns the last line of its metrics."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "resources").symlink_to(
-        pathlib.Path(pufferlib.__path__[0], "resources")
-    )  # as `import pufferlib` would here
+class Scripted(gym.Env):
+    """Shows, rewards and tells what it is given, for episodes of so many steps; keeps actions."""
 
-    def train(env_id: str, arguments: str = "", agents: int = 4, timeout: float = 60) -> dict:
-        command = [
-            "--env-id",
-            env_id,
-            "--num-envs",
-            "4",
-            *TINY.split(),
-            "--total-timesteps",
-            str(2 * agents * 8),
-            *arguments.split(),
-        ]
-        output = output_of(SCRIPT, command, tmp_path, timeout)
-        run = newest_run(tmp_path)
-        end = end_of(run)
-        expected = ("completed", 2, 2 * agents * 8)
-        assert (end["exit_reason"], end["iteration"], end["step"]) == expected, output
-        assert [row["step"] for row in read_metrics(run)] == [agents * 8, 2 * agents * 8]
-        return read_metrics(run)[-1]
+    def __init__(self, observation=0.0, space=UNIT, acts=None, reward=0.0, info=None, length=2):
+        self.observation = observation
+        self.observation_space = space
+        self.action_space = acts or Discrete(2)
+        self.reward = reward
+        self.info = info
+        self.length = length
+        self.actions = []
 
-    return train
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observation, {}
+
+    def step(self, action):
+        self.actions.append(action)
+        self.t += 1
+        return self.observation, self.reward, self.t == self.length, False, self.info
 
 
-# Name, its arguments (to make the big ones small), and how many agents 4 environments have.
-OCEAN = [
-    ("breakout", "", 4),
-    ("blastar", "", 4),
-    ("convert", "--env.num_agents 8", 32),
-    ("pong", "", 4),
-    ("freeway", "", 4),
-    ("enduro", "", 4),
-    ("tetris", "", 4),
-    ("cartpole", "", 4),
-    ("moba", "--num-envs 1", 5),
-    ("boids", "--env.num_boids 4", 16),
-    ("drone", "", 4),
-    (
-        "nmmo3",
-        "--num-envs 1 --env.width [64] --env.height [64] --env.num_players 8 --env.num_enemies 8"
-        " --env.num_resources 8 --env.num_weapons 8 --env.num_gems 8",
-        8,
+def adapted(num_envs: int = 1, **script) -> adapters.GymnasiumEnvs:
+    return adapters.GymnasiumEnvs(lambda: Scripted(**script), num_envs)
+
+
+def step(envs: pufferlib.PufferEnv, times: int = 1):
+    """What comes after so many steps of the first action of all."""
+    for _ in range(times):
+        result = envs.step(np.zeros(envs.action_space.shape, np.int64))
+    return result
+
+
+class Name(gym.Space):
+    """A space of strings that Gymnasium does not know, as MiniGrid's MissionSpace."""
+
+    def __init__(self):
+        super().__init__(dtype=str)
+
+
+OBSERVATIONS = {
+    "float64": (Box(-1, 1, (2,)), np.array([0.25, -1.0]), [0.25, -1]),
+    "list": (Box(-1, 1, (2,)), [0.25, -1], [0.25, -1]),
+    "number": (Box(-1, 1, (1,)), 0.25, [0.25]),
+    "one more side": (Box(-1, 1, (2,)), np.array([[0.25], [-1]]), [0.25, -1]),
+    "no shape": (Box(-1, 1, ()), np.float64(0.25), [0.25]),
+    "float16": (Box(-1, 1, (2,), np.float16), np.float16([0.25, -1]), [0.25, -1]),
+    "int64": (Box(-9, 9, (2,), np.int64), np.array([7, -9]), [7, -9]),
+    "bool": (Box(0, 1, (2,), bool), np.array([True, False]), [1, 0]),
+    "matrix": (Box(-1, 1, (1, 2)), np.array([[0.25, -1]]), [[0.25, -1]]),
+    "small grid": (Box(0, 255, (1, 2), np.uint8), np.uint8([[7, 255]]), [[7, 255]]),
+    "pixels": (Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 7, np.uint8), np.full((8, 8), 7)),
+    "Discrete": (Discrete(3), 2, [0, 0, 1]),
+    "Discrete, start": (Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
+    "Discrete, array": (Discrete(3), np.array([1]), [0, 1, 0]),
+    "MultiDiscrete": (MultiDiscrete([2, 3]), np.array([1, 1]), [0, 1, 0, 1, 0]),
+    "MultiDiscrete, start": (MultiDiscrete([2, 2], start=[5, -1]), [6, -1], [0, 1, 1, 0]),
+    "MultiDiscrete, matrix": (MultiDiscrete([[2], [2]]), np.array([[0], [1]]), [1, 0, 0, 1]),
+    "MultiBinary": (MultiBinary(3), np.int8([1, 0, 1]), [1, 0, 1]),
+    "MultiBinary, matrix": (MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
+    "Tuple": (Tuple((Discrete(2), Discrete(3))), (1, 0), [0, 1, 1, 0, 0]),
+    "Dict, sorted": (Dict({"b": UNIT, "a": Discrete(2)}), {"b": [0.25], "a": 1}, [0, 1, 0.25]),
+    "nested": (
+        Dict(a=Tuple((Discrete(2), Dict(z=UNIT, y=Box(0, 2, ())))), b=Box(0, 1, (1, 2))),
+        {"a": (0, {"z": [0.5], "y": 1.5}), "b": [[0.25, 1]]},
+        [1, 0, 0.5, 1.5, 0.25, 1],
     ),
-    ("snake", "--env.num_snakes 4 --env.num_food 16 --env.width 64 --env.height 64", 16),
-    ("squared", "", 4),
-    ("pysquared", "", 4),
-    ("terraform", "", 32),
-    ("template", "", 4),
-    ("tripletriad", "", 4),
-    ("target", "", 32),
-    ("go", "", 4),
-    ("rware", "", 16),
-    ("trash_pickup", "", 12),
-    ("tower_climb", "--env.num_maps 2", 4),
-    ("grid", "--env.num_maps 4", 4),
-    ("cpr", "", 32),
-    ("pacman", "", 4),
-    ("checkers", "", 4),
-    ("multiagent", "", 8),
-    ("password", "", 4),
-    ("stochastic", "", 4),
-    ("puffer_pong", "", 4),
-]
+    "bytes in a Dict": (
+        Dict(a=Box(0, 255, (2,), np.uint8), b=Box(0, 9, (1,), np.uint8)),
+        {"a": np.uint8([255, 51]), "b": np.uint8([9])},
+        [1, 0.2, 9],
+    ),
+}
 
 
-@pytest.mark.parametrize("env_id, arguments, agents", OCEAN, ids=[name for name, *_ in OCEAN])
-def test_ocean_environment_trains(train, env_id, arguments, agents):
-    train(env_id, arguments, agents)
+@pytest.mark.parametrize(("space", "shown", "seen"), OBSERVATIONS.values(), ids=OBSERVATIONS)
+def test_observation_arrives(space, shown, seen):
+    envs = adapted(num_envs=2, observation=shown, space=space)
+    for observations in envs.reset(seed=1)[0], step(envs)[0]:
+        assert observations.shape == (2, *envs.single_observation_space.shape)
+        np.testing.assert_array_equal(observations, np.float32([seen, seen]))
+    pixels = np.shape(seen) == (8, 8)  # the encoder scales bytes
+    assert observations.dtype == (np.uint8 if pixels else np.float32)
 
 
-KINDS = [
-    ("CartPole-v1", 4),
-    ("Acrobot-v1", 4),
-    ("MountainCar-v0", 4),
-    ("Pendulum-v1", 4),  # Box action
-    ("environments:Continuous-v0", 4),  # Box action
-    ("environments:DictObs-v0", 4),  # Dict observation of three dtypes
-    ("environments:Image-v0", 4),  # convolutional encoder
-    ("environments:Truncating-v0", 4),
-    ("tests.parallel_game", 12),  # PettingZoo
-]
-
-
-@pytest.mark.parametrize("env_id, agents", KINDS, ids=[name for name, _ in KINDS])
-def test_emulated_environment_trains(train, env_id, agents):
-    train(env_id, agents=agents)
-
-
-WORKERS = [
-    ("breakout", "--num-workers 2", 4),
-    ("target", "--num-workers 2", 32),  # MultiDiscrete, several agents
-    ("drone", "--num-workers 2", 4),  # Box action
-    ("environments:DictObs-v0", "--num-workers 2", 4),
-    ("environments:Image-v0", "--num-workers 2", 4),
-    ("tests.parallel_game", "--num-workers 2", 12),
-    ("CartPole-v1", "--num-workers 4", 4),
-    ("CartPole-v1", "--num-workers 1", 4),
-]
-
-
-@pytest.mark.parametrize("env_id, arguments, agents", WORKERS)
-def test_environment_trains_in_worker_processes(train, env_id, arguments, agents):
-    train(env_id, arguments, agents)
+def test_parts_of_an_observation_come_in_gymnasiums_order_and_have_their_columns():
+    box = Box(-1, 1, (2, 2))
+    space = Dict({"z": Tuple((MultiDiscrete([2, 3]), box)), "y": Dict(x=Discrete(4), w=box)})
+    space.seed(1)
+    shown = space.sample()
+    envs = adapted(observation=shown, space=space)
+    np.testing.assert_array_equal(envs.reset(seed=1)[0][0], flatten(space, shown))
+    where = {name: (columns.start, columns.stop) for name, (columns, _) in envs.columns.items()}
+    assert where == {"y/x": (0, 4), "y/w": (4, 8), "z/0": (8, 13), "z/1": (13, 17)}
 
 
 @pytest.mark.parametrize(
-    "space", [Discrete(3, start=-1), MultiDiscrete([3, 2], start=[-1, 5])], ids=["one", "several"]
+    ("space", "shown"),
+    [
+        (Dict(a=UNIT, mission=Text(9)), {"a": [0.5], "mission": "go"}),
+        (Dict(a=UNIT, mission=Name()), {"a": [0.5], "mission": "go"}),
+        (Dict(a=Dict(b=UNIT, mission=Text(9))), {"a": {"b": [0.5], "mission": "go"}}),
+        (Tuple((Text(9), UNIT)), ("go", [0.5])),
+    ],
 )
-def test_actions_that_do_not_begin_at_zero_reach_the_environment(space, monkeypatch):
-    taken = []
+def test_text_is_left_out_and_said_so_once(space, shown, capfd):
+    envs = adapted(num_envs=2, observation=shown, space=space)
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], [[0.5], [0.5]])
+    assert capfd.readouterr().err.count("is text, and left out") == 1
 
-    class FromStart(environments.Episode):
-        observation_space, action_space, observe = (
-            Box(0, 1, (1,), np.float32),
-            space,
-            lambda self: np.zeros(1, np.float32),
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        (Dict(a=UNIT, screen=Box(0, 255, (40, 40, 3), np.uint8)), "screen is an image"),
+        (Box(0, 255, (4, 40, 40, 3), np.uint8), "uint8 of shape (4, 40, 40, 3)"),
+        (Box(0, 1, (40, 40, 3)), "float32 of shape (40, 40, 3)"),
+    ],
+)
+def test_an_image_that_is_flattened_is_named(space, said, capfd):
+    adapted(space=space)
+    assert said in capfd.readouterr().err
+
+
+NODE = Graph(UNIT, None)
+
+
+@pytest.mark.parametrize(
+    ("space", "named"),
+    [
+        (NODE, "Graph"),
+        (Sequence(UNIT), "Sequence"),
+        (OneOf((UNIT, Discrete(2))), "OneOf"),
+        (Text(9), "Text"),
+        (Dict(a=UNIT, b=NODE), "Graph"),
+        (Tuple((UNIT, Sequence(UNIT))), "Sequence"),
+        (Dict(mission=Text(9)), "number"),
+        (Box(0, 1, (0,)), "number"),
+    ],
+)
+def test_observation_space_that_cannot_be_is_refused_at_once(space, named):
+    with pytest.raises(pufferlib.APIUsageError, match=named):
+        adapted(space=space)
+
+
+ACTIONS = {
+    "Discrete": (Discrete(3), [2], 2),
+    "Discrete, start": (Discrete(3, start=-1), [2], 1),
+    "MultiDiscrete": (MultiDiscrete([3, 2]), [2, 1], [2, 1]),
+    "MultiDiscrete, start": (MultiDiscrete([3, 2], start=[-1, 5]), [0, 1], [-1, 6]),
+    "MultiDiscrete, matrix": (MultiDiscrete([[2, 3], [4, 5]]), [1, 2, 3, 4], [[1, 2], [3, 4]]),
+    "MultiBinary": (MultiBinary(3), [1, 0, 1], [1, 0, 1]),
+    "MultiBinary, matrix": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
+    "Tuple": (Tuple((Discrete(2, start=5), MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
+    "Dict": (Dict(a=MultiDiscrete([2, 2]), b=Discrete(3)), [1, 0, 2], {"a": [1, 0], "b": 2}),
+    "nested": (Tuple((Dict(a=Discrete(2)), Discrete(3))), [1, 2], ({"a": 1}, 2)),
+    "Box": (Box(-1, 1, (2,)), [0.5, -3], [0.5, -1]),
+    "Box, matrix": (Box(-1, 1, (2, 3)), [0, 0.5, 1, 0, -0.5, 9], [[0, 0.5, 1], [0, -0.5, 1]]),
+    "Box, no shape": (Box(-1, 1, ()), [0.5], 0.5),
+    "Box, unbounded": (Box(-np.inf, np.inf, (1,)), [99], [99]),
+    "Box, float64": (Box(-0.1, 0.1, (2,), np.float64), [0.125, -0.125], [0.1, -0.1]),
+    "Box, integers": (Box(-2, 2, (3,), np.int32), [0.7, -1.6, 5], [1, -2, 2]),
+    "Box, bytes": (Box(0, 255, (2,), np.uint8), [300, 254.6], [255, 255]),
+}
+
+
+@pytest.mark.parametrize(("space", "numbers", "taken"), ACTIONS.values(), ids=ACTIONS)
+def test_action_reaches_the_environment(space, numbers, taken):
+    vecenv = adapted(num_envs=2, acts=space, length=9)
+    envs = ppo.Envs(vecenv, 1)
+    agent = ppo.Agent(envs.observation_space, envs.action_space, ppo.Args(precision="float32"))
+    assert agent.num_logits == (len(numbers) if agent.continuous else sum(agent.nvec))
+    envs.reset()
+    envs.receive()
+    sent = np.array([numbers, numbers], np.float32 if agent.continuous else np.int64)
+    envs.send(sent)
+    envs.receive()
+    own = [env.actions for env in vecenv.envs]
+    envs.send(0 * sent)  # no action that an environment keeps may change
+    for kept in own:
+        assert kept[0] in space
+        assert not isinstance(space, Box) or (type(kept[0]), kept[0].dtype) == (
+            np.ndarray,
+            space.dtype,
         )
+        as_lists = torch.utils._pytree.tree_map(lambda part: np.asarray(part).tolist(), kept[0])
+        assert as_lists == taken
+
+
+@pytest.mark.parametrize(
+    ("space", "named"),
+    [
+        (Text(9), "Text"),
+        (Sequence(Discrete(2)), "Sequence"),
+        (NODE, "Graph"),
+        (Dict(a=Discrete(2), b=UNIT), "Box"),
+        (Tuple((UNIT, UNIT)), "Box"),
+    ],
+)
+def test_action_space_that_cannot_be_is_refused_at_once(space, named):
+    with pytest.raises(pufferlib.APIUsageError, match=named):
+        adapted(acts=space)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        *(1.5, np.float64(1.5), np.float32(1.5), np.array([1.5]), np.array(1.5), [[1.5]]),
+        *(Decimal("1.5"), torch.tensor(1.5), torch.tensor([1.5])),
+    ],
+    ids=repr,
+)
+def test_reward_that_holds_one_number_is_that_number(reward):
+    envs = adapted(reward=reward)
+    envs.reset(seed=1)
+    assert step(envs)[1].tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "named"),
+    [
+        ({"reward": None}, pufferlib.APIUsageError, "reward of environment 0 is None"),
+        ({"reward": np.ones(2)}, pufferlib.APIUsageError, r"reward .*\[1., 1.\].*LinearReward"),
+        ({"reward": "high"}, pufferlib.APIUsageError, "reward of environment 0 is 'high'"),
+        ({"reward": np.nan}, FloatingPointError, "step 1 the reward of environment 0"),
+        ({"reward": np.float64(np.inf)}, FloatingPointError, "reward of environment 0"),
+        ({"observation": [np.nan]}, FloatingPointError, "step 0 the observation of environment 0"),
+        ({"observation": None}, FloatingPointError, "observation of environment 0"),
+        ({"observation": [1, 2]}, pufferlib.APIUsageError, r"environment 0 .*\(2,\).*\(1,\)"),
+        ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
+        ({"observation": -1, "space": Discrete(3)}, pufferlib.APIUsageError, "-1.*Discrete"),
+        ({"observation": [0, 2], "space": MultiDiscrete([3, 2])}, pufferlib.APIUsageError, "0, 2"),
+        ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
+    ],
+)
+def test_what_is_no_number_or_does_not_fit_is_named(script, kind, named):
+    envs = adapted(**script)
+    with pytest.raises(kind, match=named):
+        envs.reset(seed=1)
+        step(envs)
+
+
+def test_the_environment_and_step_of_a_nan_are_named():
+    envs = adapted(num_envs=3, length=9)
+    envs.reset(seed=1)
+    step(envs, 4)
+    envs.envs[2].reward = np.nan
+    with pytest.raises(FloatingPointError, match="step 5 the reward of environment 2"):
+        step(envs)
+
+
+class Thing:
+    """No number."""
+
+
+def test_numbers_of_the_last_info_are_logged_and_nothing_else():
+    told = {"score": 80, "is_success": np.True_, "n": 2, "episode_length": np.array([8])}
+    told |= {"episode": {"r": np.float32(1.5), "who": "me"}, 3: True, "half": np.array(0.5)}
+    told |= {"list": [1], "many": np.arange(3), "image": np.zeros((8, 8)), "none": None}
+    told |= {"text": "go", "thing": Thing(), "complex": 1j, "tensor": torch.ones(3), "set": {1}}
+    envs = ppo.Envs(adapted(num_envs=2, info=told), 1)
+    envs.reset()
+    envs.receive()
+    for _ in range(3):
+        envs.send(np.zeros((2, 1), int))
+        envs.receive()
+    numbers = {"score": 80, "is_success": 1, "n": 2, "episode_length": 8, "episode/r": 1.5}
+    numbers |= {"3": 1, "half": 0.5}
+    means = envs.means()
+    assert {name: means[name] for name in means if name.startswith("env/")} == {
+        f"env/{name}": value for name, value in numbers.items()
+    }
+    assert means["episodic_length"] == 2
+    for info in None, {}:
+        envs = adapted(info=info)
+        envs.reset(seed=1)
+        assert not any(step(envs, 2)[4])
+
+
+def test_an_info_is_that_of_the_last_step_and_is_not_summed():
+    class Counts(Episode):
+        observation_space = UNIT
+        action_space = Discrete(2)
 
         def step(self, action):
-            taken.append(np.ravel(action).tolist())
-            return self.observe(), 0.0, False, False, {}
+            self.t += 1
+            return self.observe(), 0.0, self.t == 3, False, {"steps": self.t, f"at {self.t}": 1}
 
-    monkeypatch.setitem(
-        gym.registry, "FromStart-v0", gym.envs.registration.EnvSpec("FromStart-v0", FromStart)
+    envs = adapters.GymnasiumEnvs(Counts, 1)
+    envs.reset(seed=1)
+    infos = [step(envs)[4] for _ in range(8)]
+    last = [{"steps": 3, "at 3": 1}]
+    assert infos == [[], [], last, [], [], [], last, []]
+
+
+# Episodes -----------------------------------------------------------------------------------------
+
+
+def rollout(vecenv, steps: int, action: int = 0) -> tuple[np.ndarray, ppo.Envs]:
+    """Of each step and agent: observation, reward, done and valid as ppo.Envs tells them."""
+    envs = ppo.Envs(vecenv, 1)
+    envs.reset()
+    rows = []
+    for t in range(steps):
+        _, observations, rewards, dones, valid = envs.receive()
+        first = observations.reshape(len(observations), -1)[:, 0]
+        rows.append(np.stack((first, rewards, dones, valid), -1))
+        if t < steps - 1:
+            envs.send(np.full((envs.num_agents, 1), action))
+    return np.array(rows), envs
+
+
+@pytest.mark.parametrize("terminate", [False, True])
+def test_the_last_observation_is_seen_and_the_next_step_resets(terminate):
+    kwargs = {"length": 2, "terminate": terminate}
+    vecenv = adapters.make("environments:Truncating-v0", kwargs, 1, 0, 1)
+    rows, envs = rollout(vecenv, 6)
+    end = [2, 1, float(terminate), 0]  # seen, rewarded, not acted on; a truncation bootstraps
+    assert rows[:, 0].tolist() == [[0, 0, 1, 1], [1, 1, 0, 1], end, [0, 0, 1, 1], [1, 1, 0, 1], end]
+    assert envs.episodes == [(0, 2, 2), (0, 2, 2)]
+
+
+def test_episodes_of_one_step_count():
+    _, envs = rollout(adapted(reward=1.0, length=1), 5)
+    assert envs.episodes == [(0, 1, 1), (0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "action", "returned", "length"),
+    [
+        ("CartPole-v1", 1, None, None),  # falls; as many points as steps
+        ("MountainCar-v0", 1, -200, 200),
+        ("Acrobot-v1", 1, -500, 500),
+        ("CliffWalking-v1", 1, -100, None),  # right, into the cliff: see below
+        ("FrozenLake-v1", 0, 0, None),
+    ],
+)
+def test_returns_of_gymnasiums_own(env_id, action, returned, length):
+    kwargs = {"max_episode_steps": 1} if env_id.startswith("Cliff") else {}
+    vecenv = adapters.make(env_id, kwargs, 1, 0, 1)
+    _, envs = rollout(vecenv, 520, action)
+    _, first_return, first_length = envs.episodes[0]
+    assert first_return == (first_length if returned is None else returned)
+    assert length in (None, first_length)
+
+
+class Played(ParallelEnv):
+    """Plays a script: of each step, the agents that are there after it, and those that end in it,
+    terminated (a) or truncated (A). A step's observation is its number, a reward 1.
+    """
+
+    metadata = {"name": "played"}  # noqa: RUF012
+    possible_agents = ["a", "b"]  # noqa: RUF012
+
+    def __init__(self, script, first=("a", "b"), seen=None):
+        self.script = script
+        self.first = first
+        self.seen = seen  # the agents that are shown; by default those that play or begin
+        self.sent = []
+
+    def observation_space(self, agent):
+        return Box(0, 99, (1,))
+
+    def action_space(self, agent):
+        return Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.t = 0
+        self.agents = list(self.first)
+        return {agent: [0] for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        self.sent.append(sorted(actions))
+        playing = self.agents
+        after, ends = self.script[self.t]
+        self.t += 1
+        self.agents = list(after)
+        seen = self.seen or {*playing, *self.agents}
+        return (
+            {agent: [self.t] for agent in seen},
+            dict.fromkeys(playing, 1.0),
+            {agent: agent in ends for agent in playing},
+            {agent: agent.upper() in ends for agent in playing},
+            {agent: {"at": self.t} for agent in playing},
+        )
+
+
+FIRST = [0, 0, 1, 1]  # observation, reward, done, valid
+GONE = [0, 1, 0]  # reward, done, valid of one that is not there; what it saw is of before
+DIES = [("b", "a"), ("b", ""), ("", "B")]
+BACK = [("b", "a"), ("ab", ""), ("", "ab")]
+DEAD = [FIRST, [1, 1, 1, 0], [1, *GONE], [1, *GONE], FIRST]
+ALIVE = [FIRST, [1, 1, 0, 1], [2, 1, 0, 1], [3, 1, 0, 0], FIRST]
+AGAIN = [FIRST, [1, 1, 1, 0], [2, 0, 1, 1], [3, 1, 1, 0], FIRST]
+LATE = [[0, 0, 1, 0], [1, 0, 1, 1], [2, 1, 1, 0], [2, *GONE], [1, 0, 1, 1]]
+SCRIPTS = {
+    "all end at once": ([("", "ab")], {}, "a", [FIRST, [1, 1, 1, 0], FIRST], [1, 1]),
+    "agents is not emptied": ([("ab", "ab")], {}, "a", [FIRST, [1, 1, 1, 0], FIRST], [1, 1]),
+    "one dies": (DIES, {}, "a", DEAD, [1, 3]),
+    "the other lives": (DIES, {}, "b", ALIVE, [1, 3]),
+    "it comes back": (BACK, {}, "a", AGAIN, [1, 1, 3]),
+    "it is late": ([("ab", ""), ("", "ab")], {"first": "b"}, "a", LATE, [1, 2]),
+    "it vanishes": ([("b", ""), ("", "b")], {}, "a", [FIRST, [1, 1, 0, 0], [1, *GONE]], [1, 2]),
+    "all vanish": ([("", "")], {}, "a", [FIRST, [1, 1, 0, 0], FIRST], [1, 1]),
+    "it is not shown": ([("ab", "")], {"seen": "b"}, "a", [FIRST, [0, 1, 0, 0]], [1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "how", "agent", "expected", "lengths"), SCRIPTS.values(), ids=SCRIPTS
+)
+def test_agents_come_and_go(script, how, agent, expected, lengths, capfd):
+    vecenv = adapters.PettingZooEnvs(lambda: Played(script, **how))
+    rows, envs = rollout(vecenv, len(expected))
+    assert rows[:, "ab".index(agent)].tolist() == expected
+    assert [length for _, _, length in envs.episodes] == lengths
+    assert all(returned == length for _, returned, length in envs.episodes)
+    unsaid = script[0][1] == "" and "first" not in how
+    assert capfd.readouterr().err.count("gone") == unsaid
+
+
+class OneAgent(Played):
+    possible_agents = ["a"]  # noqa: RUF012
+
+
+def test_one_agent_is_enough():
+    vecenv = adapters.PettingZooEnvs(lambda: OneAgent([("", "A")], first="a"), 2)
+    rows, envs = rollout(vecenv, 3)
+    assert rows[:, 1].tolist() == [FIRST, [1, 1, 0, 0], FIRST]
+    assert envs.episodes == [(0, 1, 1), (1, 1, 1)]
+
+
+def test_only_agents_that_play_act_and_their_infos_are_logged():
+    vecenv = adapters.PettingZooEnvs(lambda: Played(BACK))
+    _, envs = rollout(vecenv, 4)
+    assert vecenv.envs[0].sent == [["a", "b"], ["b"], ["a", "b"]]
+    assert envs.means()["env/at"] == (1 + 3 + 3) / 3
+
+
+@pytest.mark.parametrize(
+    ("space_of", "other", "named"),
+    [
+        ("observation_space", Box(0, 99, (2,)), "a and b .*observations.*pad_observations_v0"),
+        ("action_space", Discrete(3), "a and b .*actions.*pad_action_space_v0"),
+    ],
+)
+def test_agents_with_unlike_spaces_are_refused(space_of, other, named, monkeypatch):
+    usual = getattr(Played, space_of)
+    unlike = lambda game, agent: other if agent == "b" else usual(game, agent)  # noqa: E731
+    monkeypatch.setattr(Played, space_of, unlike)
+    with pytest.raises(pufferlib.APIUsageError, match=named):
+        adapters.PettingZooEnvs(lambda: Played([]))
+
+
+# By name ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Registers an environment for this test alone, as Its-v0."""
+
+    def register(entry_point):
+        spec = gym.envs.registration.EnvSpec("Its-v0", entry_point)
+        monkeypatch.setitem(gym.registry, "Its-v0", spec)
+
+    return register
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, and an empty one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("env_id", "named"),
+    [
+        ("brekout", "breakout"),
+        ("CartPol-v1", "ale_py:ALE/Pong-v5"),
+        ("CartPole-v9", "v1"),
+        ("ALE/Pong-v5", "ale_py:ALE/Pong-v5"),
+        ("Some/Game-v0", "MODULE:Some/Game-v0"),
+        ("no_such_module:Game-v0", "no module no_such_module"),
+        ("pettingzoo.no_such:Game-v0", "no module pettingzoo.no_such"),
+        ("environments:Gone-v0", "environments does not register it"),
+        ("environments", "no parallel_env"),
+        (".", "exist|alformed"),
+        ("", "exist|alformed"),
+    ],
+)
+def test_unknown_environment_is_one_line(env_id, named, capsys):
+    with pytest.raises(SystemExit) as end:
+        ppo.make_envs(ppo.Args(env_id=env_id, num_envs=2, num_workers=0), 1)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --env-id {env_id}: ")
+    assert said.count("\n") == 1
+    assert re.search(named, said)
+
+
+def test_missing_package_is_one_line(register):
+    def needs_more():
+        raise gym.error.DependencyNotInstalled("pip install more")
+
+    register(needs_more)
+    with pytest.raises(pufferlib.APIUsageError, match="pip install more"):
+        adapters.make("Its-v0", {}, 1, 0, 1)
+
+
+def test_a_module_of_the_current_folder_is_found(folder):
+    text = "import environments, gymnasium, parallel_game\n"
+    text += "gymnasium.register('Here-v0', environments.CueRecall)\n"
+    text += "parallel_env = parallel_game.parallel_env\n"
+    pathlib.Path("games_of_this_folder.py").write_text(text)
+    assert adapters.make("games_of_this_folder:Here-v0", {"cues": 6}, 2, 0, 1).num_agents == 2
+    assert adapters.make("games_of_this_folder", {}, 2, 0, 1).num_agents == 6
+    pathlib.Path("broken_game.py").write_text("import no_such_package")
+    for env_id in "broken_game:Here-v0", "broken_game":
+        with pytest.raises(ModuleNotFoundError, match="no_such_package"):  # with its traceback
+            adapters.make(env_id, {}, 2, 0, 1)
+
+
+def test_arguments_reach_the_environment_or_are_refused(register):
+    def its_own(num_envs=0, seed=0, buf=0):  # names that PufferLib uses too
+        return Scripted(observation=[num_envs, seed, buf], space=Box(0, 9, (3,)))
+
+    register(its_own)
+    envs = adapters.make("Its-v0", {"num_envs": 3, "seed": 5, "buf": 7}, 2, 0, 1)
+    assert envs.reset()[0].tolist() == [[3, 5, 7], [3, 5, 7]]
+    assert adapters.make("breakout", {"frameskip": 2}, 3, 0, 1).num_agents == 3
+    for env_id, name in (
+        ("Its-v0", "sizes"),
+        ("CartPole-v1", "frameskip"),
+        ("breakout", "frameskp"),
+        ("breakout", "num_envs"),
+        ("parallel_game", "longst"),
+    ):
+        with pytest.raises(pufferlib.APIUsageError, match=name):
+            adapters.make(env_id, {name: 1}, 2, 0, 1)
+
+
+def test_environment_arguments_are_read_as_people_write_them():
+    words = ["--env.rate", "1e-3", "--env.size", "3", "--env.name", "hard", "--env.walls", "false"]
+    args, _ = ppo.parse_args([*words, "--env.sizes=[1, 2]"])
+    assert args.env == {"rate": 1e-3, "size": 3, "name": "hard", "walls": False, "sizes": [1, 2]}
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+def test_an_error_of_the_environment_is_its_own(where, register):
+    class Slips(Scripted):
+        pass
+
+    setattr(Slips, where, lambda *_, **__: {"a": 1}["b"])
+    register(Slips)
+    with pytest.raises(KeyError) as error:
+        envs = ppo.make_envs(ppo.Args(env_id="Its-v0", num_envs=2, num_workers=0), 1)
+        envs.reset()
+        envs.send(np.zeros((2, 1), int))
+    assert error.traceback[-1].path == pathlib.Path(__file__)
+
+
+# Seeds, workers -----------------------------------------------------------------------------------
+
+
+class Lives(gym.Env):
+    """Life after life: a reset in mid-game goes on with the game, and drops the seed."""
+
+    observation_space = Box(0, 1, (1,))
+    action_space = Discrete(2)
+    lives = 0
+
+    def reset(self, seed=None, options=None):
+        if self.lives == 0:
+            super().reset(seed=seed)
+            self.lives = 3
+        self.t = 0
+        return self.np_random.random(1), {}
+
+    def step(self, action):
+        self.t += 1
+        self.lives -= self.t == 3
+        return self.np_random.random(1), 1.0, self.t == 3, False, {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_seed_gives_the_same_and_every_environment_has_its_own(num_workers, register):
+    register(Lives)
+
+    def seen(seed: int) -> np.ndarray:
+        vecenv = adapters.make("Its-v0", {}, 4, num_workers, seed)
+        envs = ppo.Envs(vecenv, seed)
+        try:
+            envs.reset()
+            rows = np.zeros((20, 4))
+            groups = [envs.receive()[:2] for _ in range(envs.num_groups)]
+            for t in range(20):
+                for agents, observations in groups:
+                    rows[t, agents] = observations[:, 0]
+                    envs.send(np.zeros((len(observations), 1), int))
+                groups = [envs.receive()[:2] for _ in range(envs.num_groups)]
+        finally:
+            envs.close()
+        return rows
+
+    first = seen(1)
+    np.testing.assert_array_equal(first, seen(1))
+    assert len({*first[0], *seen(2)[0]}) == 8
+
+
+@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 0), (4, 0), (4, 2)])
+def test_as_many_environments_are_made_and_reset_as_were_asked_for(
+    num_envs, num_workers, register, tmp_path
+):
+    class Counted(Scripted):
+        def __init__(self):
+            super().__init__(length=9)
+            self.tell("made")
+
+        def tell(self, what: str):
+            with (tmp_path / "log").open("a") as file:
+                file.write(f"{what}\n")
+
+        def reset(self, **seed):
+            self.tell("reset")
+            return super().reset(**seed)
+
+        def close(self):
+            self.tell("closed")
+
+    register(Counted)
+    envs = ppo.make_envs(ppo.Args(env_id="Its-v0", num_envs=num_envs, num_workers=num_workers), 1)
+    envs.reset()
+    for _ in range(envs.num_groups):
+        envs.receive()
+    told = (tmp_path / "log").read_text().split()
+    for_the_spaces = ["made", "closed"] if num_workers else []  # in the parent
+    assert told[: len(for_the_spaces)] == for_the_spaces
+    rest = told[len(for_the_spaces) :]
+    assert (rest.count("made"), rest.count("reset"), len(rest)) == (
+        num_envs,
+        num_envs,
+        2 * num_envs,
     )
-    envs = ppo.make_envs(ppo.Args(env_id="FromStart-v0", num_envs=2), seed=1)
-    envs.reset(), envs.receive()
-    last = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", None))) - 1
-    envs.send(np.stack([0 * last, last]))
-    start = np.ravel(space.start)
-    assert taken == [start.tolist(), (start + last).tolist()]
+    envs.close()
 
 
-def test_optimizers_and_precisions_train_every_action_space(train):
-    train("drone", "--optimizer adam --precision bfloat16")
-    train("target", "--optimizer adam --precision bfloat16", 32)
+def test_an_error_in_a_worker_is_shown_and_ends_the_run(register, capfd):
+    class Slips(Scripted):
+        def step(self, action):
+            return {"a": 1}["b"]
+
+    class Senses(Scripted):
+        def step(self, action):
+            return [np.nan], 0.0, False, False, {}
+
+    for entry_point, named in (
+        (Slips, "KeyError: 'b'"),
+        (Senses, "step 1 the observation of environment 2 is not finite"),
+    ):
+        register(entry_point)
+        args = ppo.Args(env_id="Its-v0", num_envs=4, num_workers=2)
+        with contextlib.closing(ppo.make_envs(args, 1)) as envs:
+            envs.reset()
+            envs.receive()
+            envs.receive()
+            for _ in range(2):
+                envs.send(np.zeros((2, 1), int))
+            with pytest.raises(ChildProcessError, match="environment worker"):
+                envs.receive()
+            for process in envs.vecenv.processes:
+                process.join()
+        assert named in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("num_workers, groups", [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("num_workers", "groups"), [(1, 1), (2, 2), (4, 2)])
 def test_even_workers_are_double_buffered(num_workers, groups):
-    """Two halves of the agents: one is stepped by its workers while the policy acts on the other."""
+    """One half of the agents is stepped by its workers while the policy acts on the other."""
     args = ppo.Args(env_id="CartPole-v1", num_envs=8, num_workers=num_workers)
-    envs = ppo.make_envs(args, seed=1)
-    try:
+    with contextlib.closing(ppo.make_envs(args, seed=1)) as envs:
         assert envs.num_groups == groups
         envs.reset()
         received = [envs.receive() for _ in range(groups)]
         covered = sorted((agents.start, agents.stop) for agents, *_ in received)
         assert covered == [(8 // groups * i, 8 // groups * (i + 1)) for i in range(groups)]
         assert all(observations.shape == (8 // groups, 4) for _, observations, *_ in received)
-    finally:
-        envs.close()
-    assert not any(process.is_alive() for process in envs.processes)
+    assert not any(process.is_alive() for process in envs.vecenv.processes)
 
 
 @pytest.mark.parametrize(
-    ("device", "cores", "ranks", "copies", "workers"),
-    [("cuda", 16, 1, 4096, 8), ("cuda", 16, 1, 4200, 14), ("cuda", 16, 2, 4096, 4), ("cuda", 3, 1, 4096, 0), ("cpu", 16, 1, 4096, 0)],
-)  # fmt: skip
+    ("device", "cores", "num_envs", "num_workers"),
+    [("cuda", 16, 4096, 8), ("cuda", 16, 4200, 14), ("cuda", 3, 4096, 0), ("cpu", 16, 4096, 0)],
+)
 def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(
-    monkeypatch, device, cores, ranks, copies, workers
+    monkeypatch, device, cores, num_envs, num_workers
 ):
-    made = []
-    monkeypatch.setattr(ppo.joblib, "cpu_count", lambda only_physical_cores: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(ppo, "Envs", lambda *_: None)
-    monkeypatch.setattr(ppo.pufferlib.vector, "make", lambda _, **how: made.append(how))
-    args = ppo.Args(env_id="breakout", num_envs=copies, device=device)
-    ppo.make_envs(args, seed=1)
-    assert args.num_workers == workers == made[0].get("num_workers", 0)
+    monkeypatch.setattr(ppo.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = ppo.Args(num_envs=num_envs, device=device, precision="float32")
+    ppo.resolve(args)
+    assert args.num_workers == num_workers
 
 
-def test_environment_arguments_are_read_as_people_write_them():
-    words = [
-        "--env.rate",
-        "1e-3",
-        "--env.size",
-        "3",
-        "--env.name",
-        "hard",
-        "--env.walls",
-        "false",
-        "--env.sizes=[1, 2]",
-    ]
-    args, _ = ppo.parse_args(words)
-    assert args.env == {"rate": 1e-3, "size": 3, "name": "hard", "walls": False, "sizes": [1, 2]}
+# Ocean --------------------------------------------------------------------------------------------
+
+OCEAN = "breakout blastar convert pong freeway enduro tetris cartpole moba boids drone nmmo3 snake "
+OCEAN += (
+    "squared pysquared terraform template tripletriad target go rware trash_pickup tower_climb "
+)
+OCEAN += "grid cpr pacman checkers puffer_pong"
+AGENTS = {"convert": 32, "moba": 20, "boids": 16, "nmmo3": 32, "snake": 16, "terraform": 32}
+AGENTS |= {"target": 32, "rware": 16, "trash_pickup": 12, "cpr": 32}  # of 4 environments, if not 4
+SMALL = {  # arguments of the big ones
+    "convert": {"num_agents": 8},
+    "boids": {"num_boids": 4},
+    "nmmo3": {"width": 4 * [64], "height": 4 * [64], "num_players": 8, "num_enemies": 8},
+    "snake": {"num_snakes": 4, "num_food": 16, "width": 64, "height": 64},
+    "tower_climb": {"num_maps": 2},
+    "grid": {"num_maps": 4},
+}
+
+
+@pytest.mark.parametrize("env_id", OCEAN.split())
+def test_ocean_environment_steps_and_logs_numbers(env_id, folder):
+    agents = AGENTS.get(env_id, 4)
+    (folder / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))
+    args = ppo.Args(env_id=env_id, env=SMALL.get(env_id, {}), num_envs=4, num_workers=0)
+    args.precision = "float32"
+    with contextlib.closing(ppo.make_envs(args, 1)) as envs:
+        assert envs.num_agents == agents
+        agent = ppo.Agent(envs.observation_space, envs.action_space, args)
+        zeros = torch.zeros(2, agents, args.hidden_size)
+        envs.reset()
+        for _ in range(300):  # until it logs
+            _, observations, rewards, dones, valid = envs.receive()
+            assert np.isfinite(observations).all()
+            assert np.isfinite([rewards, dones]).all()
+            assert valid.all()
+            shown = torch.as_tensor(observations), torch.as_tensor(dones)
+            with torch.no_grad():
+                noise = agent.sampling_noise(agents)
+                actions, *_ = ppo.act(agent, *shown, *zeros, *agent.lstm_weights(), noise)
+            envs.send(actions.numpy())
+        means = envs.means()
+        assert np.isfinite(list(means.values())).all()
+
+
+# Whole runs ---------------------------------------------------------------------------------------
+
+TINY = "--num-envs 4 --num-steps 8 --minibatch-size 16 --update-epochs 0.1 --hidden-size 16"
+TINY = f"{TINY} --precision float32 --no-compile --log-interval 1".split()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments", "agents"),
+    [
+        ("target", "--num-workers 2 --optimizer adam --precision bfloat16", 32),  # MultiDiscrete
+        ("drone", "--num-workers 2", 4),  # Box
+        ("environments:Image-v0", "--num-workers 1", 4),
+        ("environments:DictObs-v0", "--num-workers 2", 4),
+        ("tests.parallel_game", "--num-workers 2", 12),
+        ("Blackjack-v1", "--norm-obs --norm-rewards", 4),
+    ],
+)
+def test_environment_trains(env_id, arguments, agents, tmp_path):
+    steps = 2 * agents * 8
+    words = ["--env-id", env_id, *TINY, "--total-timesteps", steps, *arguments.split()]
+    result = run_script(*words, cwd=tmp_path, small=False)
+    assert result.returncode == 0, result.stderr
+    end = end_of(newest_run(tmp_path))
+    assert (end["exit_reason"], end["iteration"], end["step"]) == ("completed", 2, steps)
+
+
+def test_an_error_in_a_step_saves_and_shows_the_traceback(tmp_path):
+    (tmp_path / "slip.py").write_text(SLIP)
+    words = ["--env-id", "slip:Slip-v0", *TINY, "--total-timesteps", 6400]
+    result = run_script(*words, cwd=tmp_path, small=False)
+    assert result.returncode == 1
+    assert "slip.py" in result.stderr
+    assert "KeyError: 'b'" in result.stderr
+    run = newest_run(tmp_path)
+    assert (run / "trainer_state.pt").exists()
+    assert end_of(run)["exit_reason"] == "KeyError: 'b'"
+
+
+SLIP = """
+import environments, gymnasium
+
+class Slip(environments.Truncating):
+    total = 0
+
+    def step(self, action):
+        self.total += 1
+        return {"a": 1}["a" if self.total < 30 else "b"] and super().step(action)
+
+gymnasium.register("Slip-v0", Slip)
+"""
+
+
+def test_a_reward_that_is_a_vector_is_one_line(tmp_path):
+    (tmp_path / "two_goals.py").write_text(TWO_GOALS)
+    words = ["--env-id", "two_goals:TwoGoals-v0", *TINY]
+    result = run_script(*words, cwd=tmp_path, small=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: at step 1 the reward of environment 0")
+
+
+TWO_GOALS = """
+import environments, gymnasium, numpy
+
+class TwoGoals(environments.Truncating):
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, numpy.ones(2), *rest
+
+gymnasium.register("TwoGoals-v0", TwoGoals)
+"""

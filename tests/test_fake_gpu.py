@@ -1,5 +1,5 @@
-"""I14: without a GPU, policy step and update on a device without numbers, and as operations that are
-recorded and replayed. tests/test_cuda.py is for where there is one."""
+"""I14: without a GPU, policy step and update on a device without numbers, and as operations that
+are recorded and replayed. tests/test_cuda.py is for where there is one."""
 
 import itertools
 

@@ -6,34 +6,23 @@ from conftest import ROOT, newest_run, read_metrics, run_script, signals_kept
 
 import ppo_lstm_puffer as ppo
 
-TRAIN = "--no-compile --hidden-size 32 --precision float32 --log-interval 20 --momentum 0.95 "
-TRAIN += "--clip-coef 0.2 --anneal linear --prio-alpha 0 --update-epochs 2 --num-workers 0"
-CARTPOLE = [
-    *TRAIN.split(),
-    *"--env-id cartpole --num-envs 128 --num-steps 16 --minibatch-size 1024".split(),
-    *"--total-timesteps 500000 --gamma 0.95 --learning-rate 0.02 --vf-clip-coef 10".split(),
-    *"--vf-coef 0.5 --ent-coef 0.01".split(),
-]
-RECALL = [
-    *TRAIN.split(),
-    *"--num-envs 32 --num-steps 12 --minibatch-size 192 --gamma 0.95".split(),
-    *"--learning-rate 0.03 --ent-coef 0.01 --vf-coef 2".split(),
-]
-CUE_RECALL = [*RECALL, *"--env-id environments:CueRecall-v0 --total-timesteps 50000".split()]
+TRAIN = """--no-compile --hidden-size 32 --precision float32 --log-interval 20 --momentum 0.95
+    --clip-coef 0.2 --anneal linear --prio-alpha 0 --update-epochs 2 --num-workers 0 """
+CARTPOLE = f"""{TRAIN} --env-id cartpole --num-envs 128 --num-steps 16 --minibatch-size 1024
+    --total-timesteps 500000 --gamma 0.95 --learning-rate 0.02 --vf-clip-coef 10 --vf-coef 0.5
+    --ent-coef 0.01""".split()
+RECALL = f"""{TRAIN} --num-envs 32 --num-steps 12 --minibatch-size 192 --gamma 0.95
+    --learning-rate 0.03 --ent-coef 0.01 --vf-coef 2"""
+CUE_RECALL = f"{RECALL} --env-id environments:CueRecall-v0 --total-timesteps 50000".split()
 # Nothing shows where an episode begins: one task for the state's reset and for its carry.
-HIDDEN_START = [*RECALL, *"--env-id environments:HiddenStart-v0 --total-timesteps 80000".split()]
+HIDDEN_START = f"{RECALL} --env-id environments:HiddenStart-v0 --total-timesteps 80000".split()
 # The first action decides the reward 128 steps later: credit goes through two bootstrapped values.
-FAR_REWARD = [
-    *TRAIN.split(),
-    *"--env-id environments:FarReward-v0 --env.shown 128 --num-envs 64 --num-steps 64".split(),
-    *"--minibatch-size 1024 --total-timesteps 200000 --gamma 0.999 --gae-lambda 0.95".split(),
-    *"--learning-rate 0.02 --adam-learning-rate 0.001 --vf-clip-coef 0.2 --vf-coef 2".split(),
-    *"--ent-coef 0.001 --log-interval 4".split(),
-]
-BREAKOUT = (
-    "--env-id breakout --num-envs 256 --total-timesteps 500000 --hidden-size 64 --no-compile "
-)
-BREAKOUT += "--learning-rate 0.015 --anneal linear"
+FAR_REWARD = f"""{TRAIN} --env-id environments:FarReward-v0 --env.shown 128 --num-envs 64
+    --num-steps 64 --minibatch-size 1024 --total-timesteps 200000 --gamma 0.999 --gae-lambda 0.95
+    --learning-rate 0.02 --adam-learning-rate 0.001 --vf-clip-coef 0.2 --vf-coef 2 --ent-coef 0.001
+    --log-interval 4""".split()
+BREAKOUT = """--env-id breakout --num-envs 256 --total-timesteps 500000 --hidden-size 64
+    --no-compile --learning-rate 0.015 --anneal linear"""
 
 
 def final(run, key: str, lines: int = 3) -> float:

@@ -9,6 +9,7 @@ reader's are in STANDS_FOR. What cannot be run here is in ELSEWHERE with the rea
 import argparse
 import ast
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -73,7 +74,7 @@ def code_spans(text: str) -> list[str]:
 
 def commands_in(text: str) -> list[str]:
     """Lines of the blocks that are shell, and spans of several words that begin with a program's name; comments dropped."""
-    blocks = [block for block in code_blocks(text) if not re.match(r"on: |@software", block)]
+    blocks = [block for block in code_blocks(text) if not re.match(r"cpu, |@software", block)]
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     programs = r"(python|make|torchrun|patch|diff|git|cp|xvfb-run|taskset|sudo|kill|source|pip|gcloud|optuna-dashboard|\.venv\S*/bin/\w+)"
     spans = [re.sub(r"^(?=\w+/\w+\.py )", "python ", span) for span in code_spans(text)]
@@ -134,14 +135,8 @@ def parse(script: str, words: list[str]):
         node = next(
             node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
         )
-        names = {
-            "dataclass": dataclasses.dataclass,
-            "field": dataclasses.field,
-            "Any": Any,
-            "Literal": Literal,
-            "__name__": __name__,
-            **{name: getattr(ppo, name) for name in ("Count", "Natural", "Amount", "Fraction")},
-        }
+        names = {"__name__": __name__, "math": math, "Any": Any, "Literal": Literal}
+        names |= {"dataclass": dataclasses.dataclass, "field": dataclasses.field}
         exec(compile(ast.Module([node], []), script, "exec"), names)
         return tyro.cli(names["Args"], args=words)
     return {"ppo_lstm_puffer.py": ppo, "my_ppo.py": ppo, "ppo_lstm_puffer_ddp.py": ddp}[
@@ -317,7 +312,7 @@ def check(words: list[str]):
     assert rule, f"no rule of tests/test_readme.py fits `{shlex.join(words)}`"
     try:
         rule(words)
-    except (ppo.UsageError, ddp.UsageError, protein_sweep.UsageError, SystemExit) as error:
+    except (protein_sweep.UsageError, SystemExit) as error:
         pytest.fail(f"{shlex.join(words)}: {error}")
 
 
@@ -364,24 +359,18 @@ def test_wrong_command_is_found(line, clone):
 
 
 def test_output_shown_is_what_a_run_prints(finished):
-    (shown,) = (block for block in code_blocks(README) if block.startswith("on: "))
-    on, run, compiling, *lines = (line for line in shown.splitlines() if line != "...")
-    assert (
-        re.fullmatch(r"on: cpu, threads: \d, \w+ \(.*\)", on)
-        and "\non: cpu, " in f"\n{finished[1]}"
-    )
+    """Line by line the same but for numbers."""
+
+    def forms(lines: list[str]) -> set[str]:
+        return {re.sub(r"[\d.]+|(float32|bfloat16)$", "0", line) for line in lines}
+
+    (shown,) = (block for block in code_blocks(README) if block.startswith("cpu, "))
+    *lines, rest = shown.splitlines()
+    assert rest == "..."
+    compiling = next(line for line in lines if line.startswith("compiling: "))  # not in the tests
     assert compiling in (ROOT / "ppo_lstm_puffer.py").read_text()
-    assert (
-        re.fullmatch(r"run: runs/breakout__ppo_lstm_puffer__1__\d+", run)
-        and "run: runs/breakout__" in finished[1]
-    )
-    keys = [
-        [word.partition("=")[0] for word in line.split()]
-        for line in finished[1].splitlines()
-        if line.startswith("step=")
-    ]
-    for line in lines:
-        assert [word.partition("=")[0] for word in line.split()] in keys
+    printed = forms(finished[1].splitlines()) | forms([compiling])
+    assert forms(lines) - printed == set()
 
 
 def test_flags_in_the_text_exist():
@@ -424,84 +413,6 @@ def test_files_and_links_lead_somewhere(page):
         assert "#" not in target, "pages are short: link to the page"
         missing += [target] * (not (page.parent / target).exists())
     assert missing == []
-
-
-# README's figures, and the words of the report in benchmark/reports that each is taken from.
-FIGURES = {
-    "cpu-bf16": {
-        "**70 to 125**, 5 of 5 seeds | 45 s | 301 s": ("91 s (69.6 to 125, n = 5)", "45 s (37.1 to 75.6, n = 5) against 301 s"),
-        "171,000 (1.49 times)": ("| ours | 171,237 (", "| 1.49 times ("),
-        "283,000 (2.47 times) | 115,000": ("| ours, PuffeRL's sizes | 283,298 (", "| 2.47 times (", "| PuffeRL 3.0.0 | 114,837 ("),
-        "25,000 on AVX-512 BF16; Sample Factory 45,000": ("(SB3-contrib) | 24,770 (", "| Sample Factory | 45,375 ("),
-    },
-    "cpu-amx": {
-        "173 to 180, 3 of 3 | 69 s | not in 407 s": ("178 s (173 to 180, n = 3)", "| 69.3 s (66.7 to 70.3, n = 3)", "its end | 407 |"),
-        "97,000 (1.02)": ("| ours | 97,474 (", "| 1.02 times ("),
-        "177,000 (1.81) | 98,000": ("| ours, PuffeRL's sizes | 176,595 (", "| 1.81 times (", "| PuffeRL 3.0.0 | 97,503 ("),
-    },
-    "cpu-avx2": {
-        "458 to 497, 3 of 3 | 150 s | 884 s": ("462 s (458 to 497, n = 3)", "| 150 s (127 to 150, n = 3) against 884 s"),
-        "48,000 \\* (1.09, 95 % interval 0.91 to 1.15)": ("| ours | 48,377 (", "| 1.09 times (0.914 to 1.15, n = 3)"),
-        "66,000 \\* (1.55) | 42,000": ("| ours, PuffeRL's sizes | 65,796 (", "| 1.55 times (", "| PuffeRL 3.0.0 | 42,205 ("),
-        "makes 10,400 steps/s on AVX2": ("(SB3-contrib) | 10,430 (",),
-    },
-    "learning": {
-        "0.10 to 0.28 of its time": ("| 0.0986 |\n| pacman", "| 31.7 | 113 | 0.28 |", "of the time or less: 8 of 8:"),
-        "ended at 21 in Pong, 187 in CartPole and 0.99 in Squared": ("| 187 (175 to 200, n = 2) |", "| 0.99 (0.982 to 0.999, n = 2) |"),
-        "after 172, 290 and 295 s": ("| 172 (169 to 175, n = 2) |", "| 290 (288 to 293, n = 2) |", "| 295 (295 to 296, n = 2) |"),
-        "21, 200 and 0.97 after 56, 32 and 77 s": ("| 55.8 (55 to 57.6, n = 3) |", "| 31.6 (30.3 to 31.7, n = 3) |", "| 76.8 (72.9 to 78.8, n = 3) |"),
-        "on seven and even on Pong": ("| pong | -21 | 21 (21 to 21, n = 3) | 21 (21 to 21, n = 2)", "Worse: none."),
-    },
-    "ablations": {
-        "1.00 of 1 after seven seconds": ("| 0.996 (0.994 to 0.998, n = 3) |", "| 7.08 (6.83 to 7.12, n = 3) |"),
-        "is at 0.95 a little earlier": ("| million steps to 0.95 | 0.0518 (0.0518 to 0.0518, n = 3) |", "| 0.041 (0.041 to 0.0451, n = 3) |"),
-        "scores 0.10 after six times the steps, and 0.97": ("| 0.0977 (", "| 0.504 (0.504 to 0.504, n = 3) |", "| 0.97 (0.966 to 0.97, n = 3) |"),
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("report", FIGURES)
-def test_figures_are_those_of_the_reports(report):
-    text = re.sub(r"\s+", " ", PAGES[ROOT / "README.md"])
-    source = (ROOT / "benchmark/reports" / report / "report.md").read_text()
-    assert [words for words in FIGURES[report] if words not in text] == []
-    assert [
-        words for taken in FIGURES[report].values() for words in taken if words not in source
-    ] == []
-
-
-def test_the_number_of_memory_tasks_that_this_is_best_on_is_that_of_the_report():
-    rows = (
-        (ROOT / "benchmark/reports/memory/report.md")
-        .read_text()
-        .partition("## Learning")[0]
-        .splitlines()
-    )
-    head, *rows = [
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.count("|") > 6
-    ]
-    unlearned = {
-        "RepeatPreviousMedium",
-        "RepeatFirstHard",
-        "AutoencodeEasy",
-        "BattleshipEasy",
-        "MemoryS13",
-    }
-    learned = [row for row in rows[1:] if row[0] not in unlearned]
-    assert (
-        len(learned) == 11
-        and sum(row[head.index("ours")].startswith("**") for row in learned) == 10
-    )
-
-
-def test_reports_have_their_notes_as_they_are():
-    notes = [*ROOT.glob("benchmark/reports/*/notes.md")]
-    stale = [
-        path
-        for path in notes
-        if path.read_text().strip() not in path.with_name("report.md").read_text()
-    ]
-    assert len(notes) > 4 and stale == []
 
 
 def test_links_of_the_reports_and_recipes_lead_somewhere():
@@ -552,6 +463,15 @@ def test_places_to_change_exist():
         len(names) > 5
         and [name for name in names if not hasattr(ppo, name) and "(" not in name] == []
     )
+
+
+@pytest.mark.parametrize("changed", ["requirements.txt", "pufferlib.patch", "adapters.py"])
+def test_setup_installs_again_where_what_it_installs_has_changed(tmp_path, changed):
+    (tmp_path / ".installed").touch()
+    make = ["make", "-n", "--no-print-directory", "setup", f"VENV={tmp_path}"]
+    for words, installs in (make, False), ([*make, "-W", changed], True):
+        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+        assert ("install_pufferlib.sh" in said) == installs
 
 
 def test_an_installation_that_does_not_fit_the_disk_is_refused_before_it_begins(tmp_path):

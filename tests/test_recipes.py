@@ -164,7 +164,7 @@ class Scene(Episode):
     def __init__(self, shape=(36, 40, 3)):
         self.observation_space = Dict(
             {
-                "clock": Box(0, 1000, (2,), np.float32),
+                "clock": Box(0, 2000, (2,), np.float32),
                 "picture": Box(0, 255, shape, np.uint8),
                 "zlamp": Discrete(2),
             }
@@ -176,7 +176,7 @@ class Scene(Episode):
         side = self.np_random.integers(2)
         lamp = self.np_random.integers(2)
         self.right = side ^ lamp
-        picture = np.arange(np.prod(self.shape), dtype=np.uint8).reshape(self.shape) // 4
+        picture = (np.arange(np.prod(self.shape)) % 64).astype(np.uint8).reshape(self.shape)
         wide = np.argsort(self.shape)[-1]
         half = np.split(np.moveaxis(picture, wide, 0), 2)[side]
         half += 150

@@ -141,10 +141,8 @@ def test_first_weights_do_not_depend_on_the_cores(tmp_path, monkeypatch):
 def eager(tmp_path, **variables) -> str:
     """What a run with --compile says that must end in one warning and eager training."""
     flags = ["--num-steps", "4", "--minibatch-size", "16", "--total-timesteps", "256", "--compile"]
-    where = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")} | variables
     launcher = variables.pop("launcher", (sys.executable,))
-    where.pop("launcher", None)
-    env = environment() | where
+    env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")} | variables
     result = run_script(*flags, cwd=tmp_path, env=env, launcher=launcher, timeout=200)
     assert result.returncode == 0, result.stderr
     assert read_metrics(newest_run(tmp_path))[-1]["step"] == 256

@@ -903,6 +903,17 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(toy, arguments, message, mo
     assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
 
 
+def test_what_tyro_says_in_a_box_is_a_line():
+    box = """
+╭─ Unrecognized options ──────────────╮
+│ Unrecognized options: --num-env, 8  │
+│ ─────────────────────────────────── │
+│ For full helptext, run x.py --help  │
+╰─────────────────────────────────────╯"""
+    assert protein_sweep.unboxed(box) == "Unrecognized options: --num-env, 8"
+    assert protein_sweep.unboxed("--gamma 2: must be") == "--gamma 2: must be"
+
+
 def test_an_unknown_argument_in_the_space_is_named_with_the_nearest(toy):
     (toy / "x.yaml").write_text("learning_rat: [1, 2]")
     result = finish(command("--script", SCRIPT, "--space", "x.yaml"), toy, 2)

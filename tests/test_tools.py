@@ -525,7 +525,7 @@ def test_wrong_argument_is_named(run, refused, monkeypatch, tmp_path, tool, argu
 
 def test_damaged_configuration_is_one_line(run, refused, tmp_path):
     shutil.copytree(run, tmp_path / "given")
-    for content in ("- a\n- list\n", "x: [", "d: 2001-99-99"):
+    for content in ("- a\n- list\n", "x: ["):
         (tmp_path / "given/config.yaml").write_text(content)
         assert all("given/config.yaml" in refused(tool, "given") for tool in (play, watch))
 

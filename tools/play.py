@@ -140,8 +140,10 @@ def run(options: Options, flags: list[str]) -> int:
             f"from {shown['min']:g} to {shown['max']:g}, {len(data)} episodes",
             file=sys.stderr,
         )
-    means = trained.envs.means()
-    result["env"] = {name.removeprefix("env/"): value for name, value in means.items()}
+    result["env"] = {}
+    for name, pairs in trained.envs.logs.items():
+        values, weights = np.array(pairs, float).T
+        result["env"][name] = np.average(values, weights=weights + 1e-9)
     trained.envs.close()
     if film:
         print(film.save(options.gif), file=sys.stderr)
@@ -233,8 +235,7 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         image.thumbnail((384, 384))  # hundreds of them are kept
         return image
 
-    first = environment.envs[0]
-    metadata = getattr(getattr(first, "env", first), "metadata", {})  # Gymnasium's is wrapped
+    metadata = getattr(environment.envs[0], "metadata", {})
     return Film(shoot, lambda image: image, fps=metadata.get("render_fps", 30)), 1
 
 

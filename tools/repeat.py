@@ -2,7 +2,7 @@
 
     python tools/repeat.py runs/RUN                    # exit code 0: the same to the bit, 1: not
     python tools/repeat.py latest --steps 500_000      # its first 500,000 steps are enough
-    python tools/repeat.py runs/RUN --launcher "-m torch.distributed.run --nproc-per-node=2"
+    python tools/repeat.py runs/RUN --launcher="-m torch.distributed.run --nproc-per-node=2"
 
 Every logged number counts but seconds and steps per second. A CPU of the same kind, the same
 versions and as many threads give the same bits; another machine need not, nor does a GPU. After a
