@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import random
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -525,3 +526,27 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
             raise APIUsageError(f"--env: {error}") from error
         raise
+
+
+# Compiling ----------------------------------------------------------------------------------------
+
+
+def write_libraries_whole():
+    """g++ gives what torch.compile makes its name when it is whole.
+
+    Torch takes whatever file is there: a start that is killed in the wrong moment would break all
+    later ones.
+    """
+    from torch._inductor import cpp_builder
+
+    run = cpp_builder._run_compile_cmd
+
+    def run_and_rename(command: str, folder: str):
+        words = shlex.split(command)
+        output = words.index("-o") + 1
+        target = words[output]
+        words[output] = f"{target}.{os.getpid()}"
+        run(shlex.join(words), folder)
+        os.replace(words[output], target)
+
+    cpp_builder._run_compile_cmd = run_and_rename

@@ -624,6 +624,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         say("compiling: half a minute at the first start, later some seconds")
         warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
         try:
+            adapters.write_libraries_whole()  # a start that is killed must not break the next
             torch.compile(lambda x: x + 1)(torch.zeros(8))
         except Exception as error:  # no g++, no Python.h, a cache that cannot be used
             return say(f"warning: compiling fails here, so --no-compile: {error!r:.200}")
@@ -936,25 +937,28 @@ def as_words(config: dict[str, Any]) -> list[str]:
             words.append(flag if value else flag.replace("--", "--no-"))
         elif isinstance(value, dict):
             for key, item in value.items():
-                dumped = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
-                words.append(f"{flag}.{key}={dumped}")
+                text = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
+                text = json.dumps(item) if isinstance(item, str) else text
+                words.append(f"{flag}.{key}={text}")
         else:
             whole = isinstance(value, float) and value.is_integer()
             words += [flag, str(int(value) if whole else value)]
     return words
 
 
-# YAML as people write it: 1e-3 is a number, and a date the text that it is.
+class Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number, and a date the text that it is."""
+
+
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-FLOAT = "tag:yaml.org,2002:float"
-yaml.add_implicit_resolver(FLOAT, NUMBER, None, yaml.SafeLoader, yaml.SafeDumper)
-yaml.SafeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
+Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
 
 
 def parse_value(text: str) -> Any:
     """For the environment: a YAML value, or a text that is none."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError:
         return text
 

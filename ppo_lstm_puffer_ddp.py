@@ -560,7 +560,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     while run.exit_reason is None:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         for parameter in agent.parameters():  # unlike machines round updates differently
-            pass
+            dist.broadcast(parameter.data, src=0)
         start_h.copy_(h)
         start_c.copy_(c)
         noise.copy_(agent.sampling_noise(T + 1, N, device=device))
@@ -666,6 +666,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         say("compiling: half a minute at the first start, later some seconds")
         warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
         try:
+            adapters.write_libraries_whole()  # a start that is killed must not break the next
             torch.compile(lambda x: x + 1)(torch.zeros(8))
         except Exception as error:  # no g++, no Python.h, a cache that cannot be used
             return say(f"warning: compiling fails here, so --no-compile: {error!r:.200}")
@@ -1143,7 +1144,7 @@ def main(words: list[str]) -> int:
     try:
         args, resumed = join_ranks(words)
         number = resumed["iteration"] if resumed else 0
-        seed = pufferlib.env_seed(args.seed, number + (RANK << 32))  # each rank's own
+        seed = pufferlib.env_seed(args.seed, number)  # each rank's own
         with contextlib.closing(make_envs(args, seed, args.num_envs // WORLD_SIZE)) as envs:
             batch = envs.num_agents * args.num_steps * WORLD_SIZE
             if args.minibatch_size > batch:

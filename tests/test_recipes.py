@@ -584,7 +584,9 @@ def test_stages_refuse_a_wrong_one_at_once(fork, capsys, stages, named):
 def test_gru_with_resets_equals_a_loop_over_grucell(fork):
     torch.manual_seed(1)
     module = fork("gru")
-    T, N, H = 12, 5, 8
+    T = 12
+    N = 5
+    H = 8
     agent = agent_of(module, Box(-1, 1, (4,), np.float32), Discrete(3), H)
     cell = nn.GRUCell(H, H)
     pairs = []
@@ -611,7 +613,9 @@ def test_gru_with_resets_equals_a_loop_over_grucell(fork):
 def test_mingru_with_resets_equals_a_loop_over_its_definition(fork):
     torch.manual_seed(1)
     module = fork("mingru")
-    T, N, H = 13, 5, 8
+    T = 13
+    N = 5
+    H = 8
     agent = agent_of(module, Box(-1, 1, (4,), np.float32), Discrete(3), H)
     x = torch.randn(T, N, H, requires_grad=True)
     h = torch.randn(N, H, requires_grad=True)
@@ -746,9 +750,9 @@ def test_convolutions_see_the_image_of_a_dict_and_the_linear_layer_the_rest(env_
     made.reset(seed=0)
     shape = made.observation_space["picture"].shape
     pictures = torch.as_tensor(observations)[:, 2:-2].view(3, *shape)
-    first, linear = agent.policy.encoder[0].convolutions[0], agent.policy.encoder[0].linear
+    layers = agent.policy.encoder[0]
     seen = []
-    for layer in first, linear:
+    for layer in layers.convolutions[0], layers.linear:
         layer.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
     assert agent.encode(torch.as_tensor(observations)[None]).shape == (1, 3, 8)
     expected = pictures.permute(0, 3, 1, 2) if shape[2] == 3 else pictures
