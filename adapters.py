@@ -7,8 +7,10 @@ observation is seen, and a truncated episode can be bootstrapped from it.
 
 import importlib
 import inspect
+import json
 import os
 import random
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,7 @@ import gymnasium as gym
 import numpy as np
 import pufferlib
 import pufferlib.vector
+import yaml
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from pufferlib import APIUsageError, env_seed
@@ -418,6 +421,33 @@ class PettingZooEnvs(AdaptedEnvs):
             ended.add(agent)
             infos.append(dict(numbers_in(agent_infos.get(agent))))
         self.over[i] = ended.issuperset(env.agents)
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number, and a date the text that it is."""
+
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
+Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
+
+
+def parse_value(text: str):
+    """An environment's argument, as --env.KEY has it: a YAML value, or a text that is none."""
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def format_value(value) -> str:
+    """The text that `parse_value` makes this value of."""
+    if isinstance(value, str):
+        return json.dumps(value)
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
 
 
 # By name ------------------------------------------------------------------------------------------

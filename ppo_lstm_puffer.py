@@ -46,8 +46,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass
 class Args:
-    """PPO + LSTM on PufferLib, Gymnasium and PettingZoo environments."""
-
     exp_name: str = "ppo_lstm_puffer"  # name of this experiment
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
@@ -293,7 +291,6 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     Segments lie in random order on a line, each as long as its probability, and k points at equal
     distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
     p_i > 1 / k). So with beta = 1 the weights 1 / (N p_i) make a mean over the draw unbiased.
-
     advantages (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first point.
     Returns indices (k) int64 and weights^beta (k) float32.
     """
@@ -605,8 +602,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     torch.backends.cudnn.deterministic = True
     torch.set_float32_matmul_precision("high")
     if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
-        bfloat16 = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
-        worth = bfloat16 if args.precision == "bfloat16" else 0.5
+        worth = {"float32": 0.5}.get(args.precision, 1 + (fast_bfloat16("cpu") == "amx_bf16"))
         steps = min(args.minibatch_size, args.max_minibatch_size)
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)
@@ -685,9 +681,8 @@ class Envs:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
         dones: the episode ended just before this observation. valid: 0 where the environment will
-        ignore the next action. Gymnasium's and PettingZoo's show the last observation and reset in
-        the step after it. C environments reset in the same step: this observation is the next
-        episode's first, and a truncation has none to bootstrap from.
+        ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
+        the step after it. C environments reset at once: truncations have none to bootstrap from.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -726,7 +721,6 @@ class Envs:
         self.seconds += time.perf_counter() - began
 
     def means(self) -> dict[str, float]:
-        """Of the episodes that finished since the last call, and of what was logged."""
         means = {}
         if self.episodes:
             _, returns, lengths = zip(*self.episodes)
@@ -819,8 +813,7 @@ class Run(contextlib.AbstractContextManager):
                     # Learning rates and momenta are not taken: flags win.
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            what = "another --env-id, --hidden-size, --optimizer?"
-            fail(f"--resume {self.folder}: {what} {error!r:.200}")
+            fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
         self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -862,7 +855,6 @@ class Run(contextlib.AbstractContextManager):
             self.profiler.step()
 
     def start_interval(self):
-        """Of a log line: from here on steps and seconds are counted for it."""
         self.last_log = time.perf_counter()
         self.last_step = self.step
         self.update_seconds = 0.0
@@ -937,30 +929,11 @@ def as_words(config: dict[str, Any]) -> list[str]:
             words.append(flag if value else flag.replace("--", "--no-"))
         elif isinstance(value, dict):
             for key, item in value.items():
-                text = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
-                text = json.dumps(item) if isinstance(item, str) else text
-                words.append(f"{flag}.{key}={text}")
+                words.append(f"{flag}.{key}={adapters.format_value(item)}")
         else:
             whole = isinstance(value, float) and value.is_integer()
             words += [flag, str(int(value) if whole else value)]
     return words
-
-
-class Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, and a date the text that it is."""
-
-
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
-Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
-
-
-def parse_value(text: str) -> Any:
-    """For the environment: a YAML value, or a text that is none."""
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError:
-        return text
 
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
@@ -982,7 +955,8 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
     default = Args(env=dict.fromkeys(keys, ""))
     args = tyro.cli(Args, args=words, default=default, description=__doc__)
-    args.env = {key.replace("-", "_"): parse_value(text) for key, text in args.env.items()}
+    values = [adapters.parse_value(text) for text in args.env.values()]
+    args.env = dict(zip((key.replace("-", "_") for key in args.env), values))
     resolve(args)
     return args, resumed
 

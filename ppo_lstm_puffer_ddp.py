@@ -59,8 +59,6 @@ WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 
 @dataclass
 class Args:
-    """PPO + LSTM on PufferLib, Gymnasium and PettingZoo environments."""
-
     exp_name: str = "ppo_lstm_puffer_ddp"  # name of this experiment
     dist_timeout: int = 600  # seconds that ranks wait for each other; only on the command line
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
@@ -307,7 +305,6 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     Segments lie in random order on a line, each as long as its probability, and k points at equal
     distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
     p_i > 1 / k). So with beta = 1 the weights 1 / (N p_i) make a mean over the draw unbiased.
-
     advantages (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first point.
     Returns indices (k) int64 and weights^beta (k) float32.
     """
@@ -647,8 +644,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     torch.backends.cudnn.deterministic = True
     torch.set_float32_matmul_precision("high")
     if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
-        bfloat16 = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
-        worth = bfloat16 if args.precision == "bfloat16" else 0.5
+        worth = {"float32": 0.5}.get(args.precision, 1 + (fast_bfloat16("cpu") == "amx_bf16"))
         steps = min(args.minibatch_size, args.max_minibatch_size)
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)
@@ -727,9 +723,8 @@ class Envs:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
         dones: the episode ended just before this observation. valid: 0 where the environment will
-        ignore the next action. Gymnasium's and PettingZoo's show the last observation and reset in
-        the step after it. C environments reset in the same step: this observation is the next
-        episode's first, and a truncation has none to bootstrap from.
+        ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
+        the step after it. C environments reset at once: truncations have none to bootstrap from.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -925,8 +920,7 @@ class Run(contextlib.AbstractContextManager):
                     # Learning rates and momenta are not taken: flags win.
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            what = "another --env-id, --hidden-size, --optimizer?"
-            fail(f"--resume {self.folder}: {what} {error!r:.200}")
+            fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
         if RANK > 0:
             return
         self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
@@ -973,7 +967,6 @@ class Run(contextlib.AbstractContextManager):
         self.told = told.tolist()
 
     def start_interval(self):
-        """Of a log line: from here on steps and seconds are counted for it."""
         self.last_log = time.perf_counter()
         self.last_step = self.step
         self.update_seconds = 0.0
@@ -1058,27 +1051,11 @@ def as_words(config: dict[str, Any]) -> list[str]:
             words.append(flag if value else flag.replace("--", "--no-"))
         elif isinstance(value, dict):
             for key, item in value.items():
-                dumped = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
-                words.append(f"{flag}.{key}={dumped}")
+                words.append(f"{flag}.{key}={adapters.format_value(item)}")
         else:
             whole = isinstance(value, float) and value.is_integer()
             words += [flag, str(int(value) if whole else value)]
     return words
-
-
-# YAML as people write it: 1e-3 is a number, and a date the text that it is.
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-FLOAT = "tag:yaml.org,2002:float"
-yaml.add_implicit_resolver(FLOAT, NUMBER, None, yaml.SafeLoader, yaml.SafeDumper)
-yaml.SafeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
-
-
-def parse_value(text: str) -> Any:
-    """For the environment: a YAML value, or a text that is none."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
@@ -1100,7 +1077,8 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
     default = Args(env=dict.fromkeys(keys, ""))
     args = tyro.cli(Args, args=words, default=default, description=__doc__)
-    args.env = {key.replace("-", "_"): parse_value(text) for key, text in args.env.items()}
+    values = [adapters.parse_value(text) for text in args.env.values()]
+    args.env = dict(zip((key.replace("-", "_") for key in args.env), values))
     resolve(args)
     return args, resumed
 
@@ -1144,7 +1122,7 @@ def main(words: list[str]) -> int:
     try:
         args, resumed = join_ranks(words)
         number = resumed["iteration"] if resumed else 0
-        seed = pufferlib.env_seed(args.seed, number)  # each rank's own
+        seed = pufferlib.env_seed(args.seed, number + (RANK << 32))  # each rank's own
         with contextlib.closing(make_envs(args, seed, args.num_envs // WORLD_SIZE)) as envs:
             batch = envs.num_agents * args.num_steps * WORLD_SIZE
             if args.minibatch_size > batch:

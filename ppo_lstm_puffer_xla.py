@@ -50,8 +50,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass
 class Args:
-    """PPO + LSTM on PufferLib, Gymnasium and PettingZoo environments."""
-
     exp_name: str = "ppo_lstm_puffer"  # name of this experiment
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
     device: Literal["auto", "cpu", "tpu"] = "auto"  # auto: a TPU, which must be there
@@ -301,7 +299,6 @@ def sample_segments(advantages, uniform, k, alpha, beta):
     Segments lie in random order on a line, each as long as its probability, and k points at equal
     distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
     p_i > 1 / k). So with beta = 1 the weights 1 / (N p_i) make a mean over the draw unbiased.
-
     advantages (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first point.
     Returns indices (k) int64 and weights^beta (k) float32.
     """
@@ -709,9 +706,8 @@ class Envs:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
         dones: the episode ended just before this observation. valid: 0 where the environment will
-        ignore the next action. Gymnasium's and PettingZoo's show the last observation and reset in
-        the step after it. C environments reset in the same step: this observation is the next
-        episode's first, and a truncation has none to bootstrap from.
+        ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
+        the step after it. C environments reset at once: truncations have none to bootstrap from.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -750,7 +746,6 @@ class Envs:
         self.seconds += time.perf_counter() - began
 
     def means(self) -> dict[str, float]:
-        """Of the episodes that finished since the last call, and of what was logged."""
         means = {}
         if self.episodes:
             _, returns, lengths = zip(*self.episodes)
@@ -851,8 +846,7 @@ class Run(contextlib.AbstractContextManager):
                     # Learning rates and momenta are not taken: flags win.
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            what = "another --env-id, --hidden-size, --optimizer?"
-            fail(f"--resume {self.folder}: {what} {error!r:.200}")
+            fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
         self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -896,7 +890,6 @@ class Run(contextlib.AbstractContextManager):
             torch_xla.debug.profiler.stop_trace()
 
     def start_interval(self):
-        """Of a log line: from here on steps and seconds are counted for it."""
         self.last_log = time.perf_counter()
         self.last_step = self.step
         self.update_seconds = 0.0
@@ -970,27 +963,11 @@ def as_words(config: dict[str, Any]) -> list[str]:
             words.append(flag if value else flag.replace("--", "--no-"))
         elif isinstance(value, dict):
             for key, item in value.items():
-                dumped = yaml.safe_dump(item, default_flow_style=True, sort_keys=False)
-                words.append(f"{flag}.{key}={dumped}")
+                words.append(f"{flag}.{key}={adapters.format_value(item)}")
         else:
             whole = isinstance(value, float) and value.is_integer()
             words += [flag, str(int(value) if whole else value)]
     return words
-
-
-# YAML as people write it: 1e-3 is a number, and a date the text that it is.
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-FLOAT = "tag:yaml.org,2002:float"
-yaml.add_implicit_resolver(FLOAT, NUMBER, None, yaml.SafeLoader, yaml.SafeDumper)
-yaml.SafeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
-
-
-def parse_value(text: str) -> Any:
-    """For the environment: a YAML value, or a text that is none."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
@@ -1012,7 +989,8 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
     default = Args(env=dict.fromkeys(keys, ""))
     args = tyro.cli(Args, args=words, default=default, description=__doc__)
-    args.env = {key.replace("-", "_"): parse_value(text) for key, text in args.env.items()}
+    values = [adapters.parse_value(text) for text in args.env.values()]
+    args.env = dict(zip((key.replace("-", "_") for key in args.env), values))
     resolve(args)
     return args, resumed
 

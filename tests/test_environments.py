@@ -3,6 +3,7 @@ refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and 
 
 import contextlib
 import pathlib
+import random
 import re
 import sys
 from decimal import Decimal
@@ -121,6 +122,14 @@ def test_observation_arrives(space, shown, seen):
     assert observations.dtype == (np.uint8 if pixels else np.float32)
 
 
+def test_a_choice_is_shown_alone():
+    for space, first, then in (Discrete(3), 0, 2), (MultiDiscrete([3]), [0], [2]):
+        envs = adapted(observation=first, space=space)
+        envs.reset(seed=1)
+        envs.envs[0].observation = then
+        assert step(envs)[0].tolist() == [[0, 0, 1]]
+
+
 def test_parts_of_an_observation_come_in_gymnasiums_order_and_have_their_columns():
     box = Box(-1, 1, (2, 2))
     space = Dict({"z": Tuple((MultiDiscrete([2, 3]), box)), "y": Dict(x=Discrete(4), w=box)})
@@ -213,16 +222,21 @@ def test_action_reaches_the_environment(space, numbers, taken):
     sent = np.array([numbers, numbers], np.float32 if agent.continuous else np.int64)
     envs.send(sent)
     envs.receive()
-    own = [env.actions for env in vecenv.envs]
-    envs.send(0 * sent)  # no action that an environment keeps may change
-    for kept in own:
-        assert kept[0] in space
-        assert not isinstance(space, Box) or (type(kept[0]), kept[0].dtype) == (
-            np.ndarray,
-            space.dtype,
-        )
-        as_lists = torch.utils._pytree.tree_map(lambda part: np.asarray(part).tolist(), kept[0])
+    for env in vecenv.envs:
+        own = env.actions[0]
+        assert own in space
+        assert not isinstance(space, Box) or (type(own), own.dtype) == (np.ndarray, space.dtype)
+        as_lists = torch.utils._pytree.tree_map(lambda part: np.asarray(part).tolist(), own)
         assert as_lists == taken
+
+
+def test_an_action_that_the_environment_keeps_stays_as_it_is():
+    envs = adapted(acts=Box(-1, 1, (2,)))
+    envs.reset(seed=1)
+    buffer = np.full((1, 2), 0.5, np.float32)  # a worker's, shared and written to again
+    envs.step(buffer)
+    buffer[:] = 0
+    assert envs.envs[0].actions[0].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -296,6 +310,7 @@ def test_numbers_of_the_last_info_are_logged_and_nothing_else():
     told |= {"episode": {"r": np.float32(1.5), "who": "me"}, 3: True, "half": np.array(0.5)}
     told |= {"list": [1], "many": np.arange(3), "image": np.zeros((8, 8)), "none": None}
     told |= {"text": "go", "thing": Thing(), "complex": 1j, "tensor": torch.ones(3), "set": {1}}
+    told["objects"] = np.array([None])
     envs = ppo.Envs(adapted(num_envs=2, info=told), 1)
     envs.reset()
     envs.receive()
@@ -645,6 +660,12 @@ def test_a_seed_gives_the_same_and_every_environment_has_its_own(num_workers, re
     first = seen(1)
     np.testing.assert_array_equal(first, seen(1))
     assert len({*first[0], *seen(2)[0]}) == 8
+
+
+def test_what_is_drawn_while_it_is_made_follows_the_seed(register):
+    register(lambda: Scripted(observation=[np.random.random() * random.random()]))
+    seen = [adapters.make("Its-v0", {}, 2, 0, seed).reset()[0].tolist() for seed in (1, 1, 2)]
+    assert seen[0] == seen[1] != seen[2]
 
 
 @pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 0), (4, 0), (4, 2)])

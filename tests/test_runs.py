@@ -266,14 +266,16 @@ def test_command_line_beats_config_and_env_arguments_reach_the_environment(finis
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of a run of 40 iterations that was killed after its checkpoint at 20."""
+    """The folder of a run of 40 iterations that was killed some lines after its checkpoint at 20."""
     folder = tmp_path_factory.mktemp("killed")
     arguments = ["--total-timesteps", 40 * STEPS, "--checkpoint-interval", "20"]
     process = start_script(*arguments, cwd=folder)
-    wait_for(lambda: list(folder.glob("runs/*/trainer_state.pt")), process)
+    wait_for(lambda: logged(folder) >= 23, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    return newest_run(folder)
+    run = newest_run(folder)
+    assert checkpoint(run)["iteration"] == 20
+    return run
 
 
 def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
