@@ -128,7 +128,6 @@ report: setup  ## make the reports in benchmark/reports again from their stored 
 	for folder in benchmark/reports/*/cells; do $(PY) benchmark/report.py $$(dirname $$folder) || exit 1; done
 	$(PY) benchmark/credit.py --report
 	$(PY) benchmark/sweep.py --report-only
-	$(PY) benchmark/faults.py report
 
 lint: setup  ## ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .

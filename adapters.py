@@ -244,10 +244,10 @@ def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, fl
 class AdaptedEnvs(pufferlib.PufferEnv):
     """num_envs environments that make_one makes, stepped in turn, written into PufferLib's buffers.
 
-    A row of the buffers is an agent; its mask is False while it is not there. workers: buf is that
-    of a worker process, and without one only the spaces are asked for. Raises
-    pufferlib.APIUsageError, for spaces at once, for what is against them in reset and step, and
-    FloatingPointError.
+    A row of the buffers is an agent; its mask is False while it is not there. workers: worker
+    processes have their own of these, with a buf; the one without is for its spaces alone. columns:
+    see `flat_observations`. Raises pufferlib.APIUsageError for spaces that cannot be, and, in reset
+    and step, for what is not of its space; FloatingPointError for what is not finite.
     """
 
     env_number = 0  # PufferLib's, of this object among those of the workers
@@ -290,6 +290,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             else:
                 self.step_one(i, own_actions, infos)
         self.check_finite()
+        infos = [info for info in infos if info]
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
     def clear(self):
@@ -366,17 +367,15 @@ class PettingZooEnvs(AdaptedEnvs):
         env = self.envs[0]
         self.agents = list(env.possible_agents)
         first = self.agents[0]
-        for what, space_of in (
-            ("observations", env.observation_space),
-            ("actions", env.action_space),
-        ):
+        pads = {"observation_space": "pad_observations_v0", "action_space": "pad_action_space_v0"}
+        for name, pad in pads.items():
+            space_of = getattr(env, name)
             for agent in self.agents:
                 if space_of(agent) != space_of(first):
-                    pad = {"observations": "pad_observations_v0", "actions": "pad_action_space_v0"}
                     raise APIUsageError(
-                        f"agents {first} and {agent} have different spaces of {what}, "
+                        f"agents {first} and {agent} have different spaces, {name} "
                         f"{space_of(first)!s:.80} and {space_of(agent)!s:.80}; pad them with "
-                        f"supersuit.{pad[what]} (docs/environments.md)"
+                        f"supersuit.{pad} (docs/environments.md)"
                     )
         return env.observation_space(first), env.action_space(first)
 
@@ -432,6 +431,7 @@ class Loader(yaml.SafeLoader):
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
+yaml.SafeDumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)  # "1e-3" in quotes
 Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
 
 
@@ -446,7 +446,7 @@ def parse_value(text: str):
 def format_value(value) -> str:
     """The text that `parse_value` makes this value of."""
     if isinstance(value, str):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
 
 
@@ -455,11 +455,12 @@ def format_value(value) -> str:
 
 def module_of(name: str):
     """The module of this name, None if there is none. An error inside it is its own."""
+    if not name or name.startswith("."):
+        return None
     try:
         return importlib.import_module(name)
-    except (ModuleNotFoundError, ValueError, TypeError) as error:
-        missing = getattr(error, "name", None) or name
-        if f"{name}.".startswith(f"{missing}."):
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
             return None
         raise
 
@@ -481,15 +482,18 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
     try:
         spec = gym.spec(gym_id)
     except gym.error.Error as error:
+        hint = ""
         if module:
-            raise APIUsageError(f"{error} ({module} does not register it)") from error
-        if "/" in gym_id:
+            hint = f"{module} does not register it"
+        elif "/" in gym_id:
             module = "ale_py" if gym_id.startswith("ALE/") else "MODULE"
-            raise APIUsageError(f"{error} Name its module: {module}:{gym_id}") from error
-        raise APIUsageError(
-            f"{error} It is no module with parallel_env either (PettingZoo), nor one of Ocean's: "
-            f"{', '.join(OCEAN)}. Another package's id needs its module: ale_py:ALE/Pong-v5"
-        ) from error
+            hint = f"Name its module: {module}:{gym_id}"
+        elif not isinstance(error, gym.error.VersionNotFound | gym.error.DeprecatedEnv):
+            hint = (
+                "Another package's id needs its module: ale_py:ALE/Pong-v5. It is no module with "
+                f"parallel_env (PettingZoo) either, nor one of Ocean's: {', '.join(OCEAN)}"
+            )
+        raise APIUsageError(f"{str(error).rstrip('.')}. {hint}".strip()) from error
     function = spec.entry_point
     if function is not None:
         function = function if callable(function) else load_env_creator(function)
@@ -533,7 +537,17 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         )
     random.seed(seed)  # what an environment draws while it is made; in workers, PufferLib seeds
     np.random.seed(seed)
-    maker = environment_maker(env_id, kwargs)
+    try:
+        return vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
+    except gym.error.Error as error:  # such as a package that is missing
+        raise APIUsageError(str(error)) from error
+    except TypeError as error:
+        if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
+            raise APIUsageError(f"--env: {error}") from error
+        raise
+
+
+def vectorize(maker: Callable, num_envs: int, num_workers: int, seed: int):
     copies = max(num_workers, 1)
     backend = {"backend": "PufferEnv"}
     env_kwargs = {}
@@ -548,14 +562,7 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         backend["overwork"] = True  # more workers than cores is the user's decision
         if issubclass(maker.func, AdaptedEnvs):
             env_kwargs["workers"] = True
-    try:
-        return pufferlib.vector.make(maker, None, env_kwargs, num_envs=copies, seed=seed, **backend)
-    except gym.error.Error as error:  # such as a package that is missing
-        raise APIUsageError(str(error)) from error
-    except TypeError as error:
-        if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
-            raise APIUsageError(f"--env: {error}") from error
-        raise
+    return pufferlib.vector.make(maker, None, env_kwargs, num_envs=copies, seed=seed, **backend)
 
 
 # Compiling ----------------------------------------------------------------------------------------

@@ -945,7 +945,8 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     resumed = None
     if given.config:
         try:
-            words = [*as_words(yaml.safe_load(Path(given.config).read_text())), *words]
+            config = yaml.load(Path(given.config).read_text(), adapters.Loader)
+            words = [*as_words(config), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
     if given.resume:

@@ -14,6 +14,7 @@ value after a segment is bootstrapped. Below the border line is what the algorit
 
 import contextlib
 import fcntl
+import io
 import json
 import math
 import os
@@ -452,9 +453,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
     # become row 0 of the next, its values are the bootstrap, its actions count for nothing.
-    def zeros(*shape, dtype=torch.float32):
-        return torch.zeros(shape, dtype=dtype, device=device)
-
+    zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
@@ -470,7 +469,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     indices = [torch.tensor([t]).to(device) for t in range(T + 1)]
     noise = agent.sampling_noise(T + 1, N).to(device)  # drawn on the CPU, as the reference does
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
-    beta = zeros()
+    beta = zeros(())
 
     def put(array: np.ndarray) -> torch.Tensor:
         """To the devices, without waiting: each host brings its own agents (n, ...), all get (N, ...)."""
@@ -496,9 +495,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         """Step t for agents first to last. Step T is for its value only and leaves h, c alone."""
         rows = slice(first, last)
         at = indices[t]
-        inputs = observations[at, rows][0], dones[at, rows][0], h[rows], c[rows]
-        results = act(agent, *inputs, *lstm_weights, noise[at, rows][0])
-        action, logprob, value, new_h, new_c = results
+        inputs = observations[at, rows][0], dones[at, rows][0], h[rows], c[rows], *lstm_weights
+        action, logprob, value, new_h, new_c = act(agent, *inputs, noise[at, rows][0])
         actions[at, rows] = action
         logprobs[at, rows] = logprob
         values[at, rows] = value
@@ -624,9 +622,6 @@ def set_up_torch(seed: int):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    torch_xla._XLAC._xla_set_mat_mul_precision("high")  # or a TPU takes float32 for bfloat16
-    # Autograd's own thread lets go of its last tensors late: they would be part of the next graph.
-    torch.autograd.set_multithreading_enabled(False)
 
 
 def fast_bfloat16(device: str) -> str | None:
@@ -643,16 +638,18 @@ def start_devices(args: Args):
         spmd.set_global_mesh(spmd.Mesh(devices, devices.shape, ("data",)))
     except Exception as error:
         fail(f"--device {args.device}: does not start: {error}")
-    say(f"{len(devices)} x {args.device}, {xr.process_count()} hosts, {args.precision}")
-    say("compiling: about half a minute")
+    torch_xla._XLAC._xla_set_mat_mul_precision("high")  # or a TPU takes float32 for bfloat16
+    # Autograd's own thread lets go of its last tensors late: they would be part of the next graph.
+    torch.autograd.set_multithreading_enabled(False)
+    where = f"{len(devices)} x {args.device}, {xr.process_count()} hosts, {args.precision}"
+    say(f"{where}\ncompiling: about half a minute")
 
 
 def share(dim: int, *tensors: torch.Tensor):
     """Tells XLA to spread this dimension over the devices."""
     for tensor in tensors:
-        axes = [None] * tensor.ndim
-        axes[dim] = "data"
-        spmd.mark_sharding(tensor, spmd.get_global_mesh(), tuple(axes))
+        axes = tuple("data" if axis == dim else None for axis in range(tensor.ndim))
+        spmd.mark_sharding(tensor, spmd.get_global_mesh(), axes)
 
 
 def rows_of_this_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -665,8 +662,7 @@ def rows_of_this_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moments(x: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of x (T, N, ...) where counted (T, N) is 1. x[counted > 0] has no size
-    that XLA knows before."""
+    """Mean and variance of x[counted > 0], whose size XLA cannot know: x (T, N, ...)."""
     counted = counted.view(*counted.shape, *[1] * (x.ndim - 2))
     n = counted.sum().clamp_min(2)
     mean = (counted * x).sum((0, 1)) / n
@@ -686,7 +682,8 @@ class Envs:
 
     def __init__(self, vecenv, seed: int):
         self.vecenv = vecenv
-        self.seed = seed
+        self.reset = partial(vecenv.async_reset, seed)
+        self.close = vecenv.close
         self.num_agents = vecenv.num_agents
         self.num_groups = self.num_agents // getattr(vecenv, "agents_per_batch", self.num_agents)
         self.observation_space = vecenv.single_observation_space
@@ -698,9 +695,6 @@ class Envs:
         self.episodes = []  # (agent, return, length) of each that finished
         self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
         self.seconds = 0.0  # spent in them
-
-    def reset(self):
-        self.vecenv.async_reset(self.seed)
 
     def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
@@ -759,9 +753,6 @@ class Envs:
         self.episodes.clear()
         self.logs.clear()
         return means
-
-    def close(self):
-        self.vecenv.close()
 
 
 def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
@@ -833,10 +824,7 @@ class Run(contextlib.AbstractContextManager):
         say(f"run: {self.folder}")
 
     def restore(self, agent: Agent, optimizers: list):
-        """Gives them their states of --resume. `save` will save these two.
-
-        Then the folder is written to, and not before: a run that does not fit stays as it is.
-        """
+        """Gives them their states of --resume, which `save` saves. Writes only then to the folder."""
         self.agent = agent
         self.optimizers = optimizers
         try:
@@ -931,7 +919,9 @@ class Run(contextlib.AbstractContextManager):
         env_name = self.args.env_id.replace("/", "-").replace(":", "-")
         files = {f"model_{env_name}_{self.iteration:06d}.pt": model, "trainer_state.pt": state}
         for name, content in files.items():  # whoever reads sees the old file or the new one, whole
-            xm.save(content, self.folder / f"{name}.tmp")
+            file = io.BytesIO()  # of a full disk torch.save itself would say "unexpected pos"
+            xm.save(content, file)
+            (self.folder / f"{name}.tmp").write_bytes(file.getbuffer())
             os.replace(self.folder / f"{name}.tmp", self.folder / name)
 
     def __exit__(self, kind, error, traceback):
@@ -945,7 +935,7 @@ class Run(contextlib.AbstractContextManager):
                 self.save()
             self.write({"exit_reason": reason})
             self.writer.close()
-        except (OSError, RuntimeError) as full:  # torch.save's; the checkpoint before is whole
+        except OSError as full:  # the checkpoint before is whole
             say(f"warning: {full}")
         if self.args.track:
             sys.modules["wandb"].finish()
@@ -980,8 +970,8 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     if given.config:
         try:
             words = [*as_words(yaml.safe_load(Path(given.config).read_text())), *words]
-        except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
-            fail(f"--config {given.config}: {error}")
+        except Exception as error:  # no file, no YAML, no mapping
+            fail(f"--config {given.config}: {' '.join(str(error).split())}")
     if given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]
@@ -1045,7 +1035,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             set_up_torch(seed)
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (FloatingPointError, ChildProcessError) as error:
+    except (FloatingPointError, ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: {error}")
         return 1
     return 128 + int(run.ending) if run.ending >= 1 else 0

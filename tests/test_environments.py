@@ -493,8 +493,8 @@ def test_only_agents_that_play_act_and_their_infos_are_logged():
 @pytest.mark.parametrize(
     ("space_of", "other", "named"),
     [
-        ("observation_space", Box(0, 99, (2,)), "a and b .*observations.*pad_observations_v0"),
-        ("action_space", Discrete(3), "a and b .*actions.*pad_action_space_v0"),
+        ("observation_space", Box(0, 99, (2,)), "a and b .*observation_space.*pad_observations_v0"),
+        ("action_space", Discrete(3), "a and b .*action_space.*pad_action_space_v0"),
     ],
 )
 def test_agents_with_unlike_spaces_are_refused(space_of, other, named, monkeypatch):
@@ -533,6 +533,8 @@ def folder(tmp_path, monkeypatch):
         ("brekout", "breakout"),
         ("CartPol-v1", "ale_py:ALE/Pong-v5"),
         ("CartPole-v9", "v1"),
+        ("CartPole", "No registered.*ale_py:ALE/Pong-v5"),
+        ("Taxi-v3", "Taxi-v4"),
         ("ALE/Pong-v5", "ale_py:ALE/Pong-v5"),
         ("Some/Game-v0", "MODULE:Some/Game-v0"),
         ("no_such_module:Game-v0", "no module no_such_module"),
@@ -553,13 +555,17 @@ def test_unknown_environment_is_one_line(env_id, named, capsys):
     assert re.search(named, said)
 
 
-def test_missing_package_is_one_line(register):
+def test_missing_package_is_one_line(register, folder):
     def needs_more():
         raise gym.error.DependencyNotInstalled("pip install more")
 
-    register(needs_more)
-    with pytest.raises(pufferlib.APIUsageError, match="pip install more"):
-        adapters.make("Its-v0", {}, 1, 0, 1)
+    text = "import gymnasium\nraise gymnasium.error.DependencyNotInstalled('pip install more')"
+    pathlib.Path("module_that_needs_more.py").write_text(text)
+
+    for entry_point in needs_more, "module_that_needs_more:Game":
+        register(entry_point)
+        with pytest.raises(pufferlib.APIUsageError, match="pip install more"):
+            adapters.make("Its-v0", {}, 1, 0, 1)
 
 
 def test_a_module_of_the_current_folder_is_found(folder):
@@ -569,10 +575,11 @@ def test_a_module_of_the_current_folder_is_found(folder):
     pathlib.Path("games_of_this_folder.py").write_text(text)
     assert adapters.make("games_of_this_folder:Here-v0", {"cues": 6}, 2, 0, 1).num_agents == 2
     assert adapters.make("games_of_this_folder", {}, 2, 0, 1).num_agents == 6
-    pathlib.Path("broken_game.py").write_text("import no_such_package")
-    for env_id in "broken_game:Here-v0", "broken_game":
-        with pytest.raises(ModuleNotFoundError, match="no_such_package"):  # with its traceback
-            adapters.make(env_id, {}, 2, 0, 1)
+    for slip, kind in ("import no_such_package", ModuleNotFoundError), ("1 + '1'", TypeError):
+        pathlib.Path("broken_game.py").write_text(slip)
+        for env_id in "broken_game:Here-v0", "broken_game":
+            with pytest.raises(kind):  # with its traceback
+                adapters.make(env_id, {}, 2, 0, 1)
 
 
 def test_arguments_reach_the_environment_or_are_refused(register):
@@ -876,3 +883,12 @@ class TwoGoals(environments.Truncating):
 
 gymnasium.register("TwoGoals-v0", TwoGoals)
 """
+
+
+def test_the_wrapper_of_the_docs_does_what_it_says(folder):
+    page = pathlib.Path(ppo.__file__).parent / "docs" / "environments.md"
+    (grid,) = re.findall(r"^```py\n([^`]*ImgObsWrapper[^`]*)^```", page.read_text(), re.M)
+    pathlib.Path("my_grid.py").write_text(grid)
+    for kwargs in {}, {"name": "MiniGrid-MemoryS11-v0"}:
+        envs = adapters.make("my_grid:Grid-v0", kwargs, 2, 0, 1)
+        assert envs.reset()[0].shape == (2, 7, 7, 3)

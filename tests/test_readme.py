@@ -75,6 +75,7 @@ def code_spans(text: str) -> list[str]:
 def commands_in(text: str) -> list[str]:
     """Lines of the blocks that are shell, and spans of several words that begin with a program's name; comments dropped."""
     blocks = [block for block in code_blocks(text) if not re.match(r"cpu, |@software", block)]
+    blocks = [block.replace("\\\n", " ") for block in blocks]  # a command on several lines
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     programs = r"(python|make|torchrun|patch|diff|git|cp|xvfb-run|taskset|sudo|kill|source|pip|gcloud|optuna-dashboard|\.venv\S*/bin/\w+)"
     spans = [re.sub(r"^(?=\w+/\w+\.py )", "python ", span) for span in code_spans(text)]
