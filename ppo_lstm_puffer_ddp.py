@@ -1060,14 +1060,14 @@ def as_words(config: dict[str, Any]) -> list[str]:
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    # 1e6 is a whole number too.
-    large = re.compile(r"^(--[\w-]+=)?([\d.]+e\+?\d+)$")
+    large = re.compile(r"^(--[\w-]+=)?([\d.]+e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
     given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
     resumed = None
     if given.config:
         try:
-            words = [*as_words(yaml.safe_load(Path(given.config).read_text())), *words]
+            config = yaml.load(Path(given.config).read_text(), adapters.Loader)
+            words = [*as_words(config), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
     if given.resume:

@@ -16,9 +16,9 @@ DIFFERENT = {
         Args Envs.means Run.__init__ Run.exit_reason Run.restore Run.update_done draw_minibatch
         main open_folder resolve say train""",
     "ppo_lstm_puffer_xla.py": """
-        Args COMPILED CudaGraph Envs.__init__ Run.__exit__ Run.exit_reason Run.log Run.restore
+        Args COMPILED CudaGraph Run.exit_reason Run.log
         Run.save Run.update_done UNROLL as_words fast_bfloat16 lstm_outputs main make_optimizers
-        newton_schulz parse_args resolve set_up_torch train""",
+        newton_schulz resolve set_up_torch train""",
 }
 
 
