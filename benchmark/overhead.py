@@ -50,7 +50,7 @@ def measure(env_id: str) -> list[float]:
     adapted.reset(1)
     space = envs.action_space
     rows = np.array([[space.sample() for _ in range(NUM_ENVS)] for _ in range(STEPS)])
-    actions = [[adapted.action(row) for row in step] for step in rows]
+    actions = [adapted.own_actions(step) for step in rows]
     singles = [gym.make(env_id) for _ in range(NUM_ENVS)]
     for env in singles:
         env.reset(seed=1)
