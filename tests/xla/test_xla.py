@@ -99,10 +99,13 @@ THREE_ITERATIONS = ["--total-timesteps", 3 * STEPS, "--checkpoint-interval", "1"
 
 def test_the_recurrence_is_the_references_in_values_and_gradients(device):
     torch.manual_seed(1)
-    T, N, H = 9, 5, 8
+    T = 9
+    N = 5
+    H = 8
     dones = (torch.rand(T, N) < 0.3).float()
     dones[0, 0] = 1
-    h, c = torch.randn(2, N, H).unbind()
+    h = torch.randn(N, H)
+    c = torch.randn(N, H)
     learned = torch.randn(T, N, H), torch.randn(4 * H, 2 * H) / 2, torch.randn(4 * H)
     outer = torch.randn(T, N, H)
 
@@ -118,10 +121,13 @@ def test_the_recurrence_is_the_references_in_values_and_gradients(device):
 
 def test_advantages_and_draws_are_those_of_the_reference(device):
     torch.manual_seed(2)
-    T, N = 12, 64
-    values, dones = torch.randn(T + 1, N), (torch.rand(T + 1, N) < 0.2).float()
+    T = 12
+    N = 64
+    values = torch.randn(T + 1, N)
+    dones = (torch.rand(T + 1, N) < 0.2).float()
     valid = (torch.rand(T + 1, N) < 0.9).float()
-    rewards, ratio = torch.randn(T, N), torch.rand(T, N) * 2
+    rewards = torch.randn(T, N)
+    ratio = torch.rand(T, N) * 2
     inputs = values, rewards, dones, valid, ratio, torch.rand(N + 1), torch.tensor(0.4)
     args = ppo.Args(gamma=0.97, num_steps=T, minibatch_size=T * 16)
     expected = ppo.draw_minibatch(*inputs, args)
@@ -250,7 +256,8 @@ from ppo_lstm_puffer_xla import spmd, xm
 xla.start_devices(xla.Args(device="cpu"))
 device = xla.torch_xla.device()
 spmd.set_global_mesh(spmd.Mesh(np.array([2, 0, 3, 1]), (4,), ("data",)))
-rows, stored = torch.arange(8.0), torch.zeros(3, 8, device=device)
+rows = torch.arange(8.0)
+stored = torch.zeros(3, 8, device=device)
 xla.share(1, stored)
 how = spmd.ShardingSpec(spmd.get_global_mesh(), ("data",), minibatch=True)
 at = torch.tensor([1]).to(device)
