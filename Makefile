@@ -74,7 +74,7 @@ train: setup  ## train Breakout with the defaults, or on a GPU with benchmark/co
 	$(PY) ppo_lstm_puffer.py $(GPU_SIZES) $(ARGS)
 
 train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py $(ARGS)
+	$(PY) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py $(ARGS)
 
 train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or without one on XLA's CPU device
 	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --device $(if $(TPU),tpu,cpu) $(ARGS)
