@@ -301,11 +301,19 @@ class Starts(Chain):
 
     def fault(self, rng: random.Random) -> dict:
         record = {"target": "group", "signal": "SIGKILL", "losses": []}
-        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.work / f"cache{self.starts}")}
+        folder = self.work / f"cache{self.starts}"
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+
+        def half_written() -> bool:
+            with contextlib.suppress(OSError):
+                return any(path.stat().st_size == 0 for path in folder.glob("*/*.so*"))
+
         self.start(**cache)
         wait_until(lambda: "compiling" in self.text() or self.over())
         record["after_s"] = round(rng.random() * Starts.cold, 2)
         wait_until(self.ready, record["after_s"])
+        if rng.random() < 0.5:  # in the moment when a library is being written
+            wait_until(lambda: self.ready() or half_written())
         record["ready"] = self.ready()
         os.killpg(self.process.pid, KILL)
         self.process.wait()

@@ -1,6 +1,8 @@
 """What a start finds out: precision, threads, whether compiling works here."""
 
+import contextlib
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import pytest
 import torch
 import yaml
 from conftest import environment, newest_run, read_metrics, run_script
+from pufferlib import adapters
+from torch._inductor import cpp_builder
 
 import ppo_lstm_puffer as ppo
 
@@ -186,3 +190,31 @@ def test_no_header_of_python_is_one_warning(tmp_path):
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     launcher = ("unshare", "-m", bash, "-c", hide, "bash", sys.executable)
     eager(tmp_path, launcher=launcher, PATH=path)
+
+
+def test_compiler_that_is_killed_leaves_no_library_that_looks_whole(monkeypatch, tmp_path):
+    """Torch would take it in every later start."""
+    target = tmp_path / "kernel.so"
+
+    def killed(command: str, folder: str):
+        pathlib.Path(command.split()[-1]).write_text("half")
+        raise KeyboardInterrupt
+
+    def whole(command: str, folder: str):
+        pathlib.Path(command.split()[-1]).write_text("whole")
+
+    for compiler in killed, whole:
+        monkeypatch.setattr(cpp_builder, "_run_compile_cmd", compiler)
+        adapters.write_libraries_whole()
+        with contextlib.suppress(KeyboardInterrupt):
+            cpp_builder._run_compile_cmd(f"g++ kernel.cpp -o {target}", str(tmp_path))
+        assert target.exists() == (compiler is whole)
+    assert target.read_text() == "whole"
+
+
+def test_torchs_compiler_is_called_the_way_that_is_taken_over():
+    options = cpp_builder.CppTorchOptions(vec_isa=cpp_builder.invalid_vec_isa)
+    builder = cpp_builder.CppBuilder("kernel", "kernel.cpp", options, output_dir="folder")
+    words = builder.get_command_line().split()
+    assert words.count("-o") == 1
+    assert words[words.index("-o") + 1] == builder.get_target_file_path()
