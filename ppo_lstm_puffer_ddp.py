@@ -132,11 +132,10 @@ class Agent(nn.Module):
         self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
-        # An image is bytes with two sides of 36 or more, which the convolutions need; the smallest
-        # dimension is its channels. Under 8, as MiniGrid's 7 x 7 x 3, bytes are names of things.
-        side = sorted(shape)[-2] if len(shape) in (2, 3) else 0
-        self.pixels = observation_space.dtype == np.uint8 and side >= 8
-        self.image = self.pixels and side >= 36
+        # An image is pixels with two sides of 36 or more, which the convolutions need; the smallest
+        # dimension is its channels.
+        self.pixels = adapters.is_pixels(observation_space)
+        self.image = self.pixels and sorted(shape)[-2] >= 36
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
@@ -644,7 +643,8 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     torch.backends.cudnn.deterministic = True
     torch.set_float32_matmul_precision("high")
     if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
-        worth = {"float32": 0.5}.get(args.precision, 1 + (fast_bfloat16("cpu") == "amx_bf16"))
+        worth = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
+        worth = 0.5 if args.precision == "float32" else worth
         steps = min(args.minibatch_size, args.max_minibatch_size)
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)
@@ -859,7 +859,7 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
         files = sorted(Path(output_dir).glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
         state = torch.load(files[-1], map_location="cpu")
-        return state | {"folder": files[-1].parent, "config": state["config"]}
+        return state | {"folder": files[-1].parent, "config": state["config"]}  # or KeyError
     except Exception as error:
         fail(f"--resume {path}: no folder with a whole trainer_state.pt ({error!r:.200})")
 
@@ -1085,11 +1085,11 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
 
 def resolve(args: Args):
     """Replaces what is "auto" or None by what it means here, and checks what numbers may be."""
+    bounds = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
     for name, value in asdict(args).items():
         if type(value) in (int, float):
             least = 1 if type(value) is int and name not in ("seed", "num_workers") else 0
             least = 0.001 if name == "update_epochs" else least
-            bounds = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
             most = bounds.get(name, math.inf)
             if not least <= value <= most:
                 fail(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pathlib
-import random
 import sys
 import textwrap
 import types
@@ -118,16 +117,13 @@ class Trained:
 
     def make(self, num_envs: int):
         """The environments, seeded as no environment of training is, and the agent."""
-        import numpy as np  # here: the dashboard does without them
-        import pufferlib
+        import pufferlib  # here: the dashboard does without them
         import torch
 
         args = self.args
         seed = pufferlib.env_seed(args.seed, 2**40)  # training takes the iteration of its start
-        random.seed(seed)
-        np.random.seed(seed)
         torch.manual_seed(seed)
-        self.envs = self.script.make_envs(args, seed, num_envs)
+        self.envs = self.script.make_envs(args, seed, num_envs)  # seeds random and numpy
         spaces = self.envs.observation_space, self.envs.action_space
         self.agent = self.script.Agent(*spaces, args).to(args.device)
         load_weights(self.agent, self.path)
