@@ -138,7 +138,7 @@ class Agent(nn.Module):
                 x = layers[-2](x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)
+        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, for `encode`; any width F
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -150,7 +150,7 @@ class Agent(nn.Module):
             self.num_logits = sum(self.nvec)
             self.policy.decoder = layer_init(nn.Linear(hidden, self.num_logits), std=0.01)
         self.policy.value = layer_init(nn.Linear(hidden, 1), std=1.0)
-        self.lstm = nn.LSTM(hidden, hidden)  # its parameters; `lstm_forward` computes
+        self.lstm = nn.LSTM(hidden, hidden)  # (F, H): its parameters; `lstm_forward` computes
         for name, parameter in self.lstm.named_parameters():
             if "weight" in name:
                 nn.init.orthogonal_(parameter)
@@ -158,7 +158,7 @@ class Agent(nn.Module):
                 nn.init.zeros_(parameter)
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
-        """Observations (batch, *obs) to (batch, features), or images to (batch, C, H, W), float32."""
+        """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
         if self.pixels:
             x = x / 255
         if not self.image:
@@ -168,7 +168,7 @@ class Agent(nn.Module):
         return x.view(len(x), -1, *x.shape[-2:])
 
     def encode(self, observations: torch.Tensor) -> torch.Tensor:
-        """Observations (T, N, *obs) of any dtype to features (T, N, hidden) in the compute dtype."""
+        """Observations (T, N, *obs) of any dtype to features (T, N, F) in the compute dtype."""
         x = self.flatten(observations.flatten(0, 1))
         layers = self.policy.encoder
         if not self.image:  # in float32: bfloat16 takes 1000 for 1001, but has the digits of bytes
@@ -180,7 +180,7 @@ class Agent(nn.Module):
         return x.view(*observations.shape[:2], -1)
 
     def lstm_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[W_ih | W_hh] (4H, 2H) in the compute dtype, b_ih + b_hh (4H) float32: one product."""
+        """[W_ih | W_hh] (4H, F + H) in the compute dtype, b_ih + b_hh (4H) float32: one product."""
         weight = torch.cat((self.lstm.weight_ih_l0, self.lstm.weight_hh_l0), dim=1)
         bias = self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0
         return weight.to(self.dtype), bias
@@ -250,8 +250,8 @@ def lstm_forward(x, h, c, dones, weight, bias):
 
 
 def lstm_outputs(x, h, c, dones, weight, bias):
-    """Outputs (T, N, H) of `lstm_forward`, for training: backpropagation ends at the first state."""
-    h = h.detach().requires_grad_()  # needed by nobody, but so all chunks are one compiled function
+    """`lstm_forward`'s outputs (T, N, H), for training: backpropagation ends at the first state."""
+    h = h.detach().requires_grad_()  # for no gradient: so all chunks are one compiled function
     c = c.detach().requires_grad_()
     outputs = []
     for steps, resets in zip(x.split(UNROLL), dones.split(UNROLL)):
@@ -307,14 +307,14 @@ class Minibatch(NamedTuple):
     segments: torch.Tensor  # (B) indices into the batch
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
-    values: torch.Tensor  # (T, B), the newest, that value clipping starts from
+    values: torch.Tensor  # (T, B), the newest, not the rollout's: value clipping starts from them
     weight: torch.Tensor  # (T, B), of each step in every term of the loss
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
-    Arguments: see those two. Returns the minibatch, and all advantages (T, N) as they were. A step's
+    Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw. A step's
     weight is its share of those that count, times the importance weight; 0 where it was ignored.
     """
     valid = valid[:-1]
@@ -359,7 +359,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
-    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns h, c after too."""
+    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns h, c too."""
     features = agent.encode(observations[None])
     hidden, h, c = lstm_forward(features, h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
@@ -407,7 +407,7 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
             same_shape[parameter.shape].append((parameter, update))
-        for (rows, columns), pairs in same_shape.items():  # the LSTM's two: one batched product
+        for (rows, columns), pairs in same_shape.items():  # of the LSTM's two: one product
             stacked = torch.stack([update for _, update in pairs])
             updates = newton_schulz(stacked, self.dtype).float()
             updates *= group["lr"] * max(1, rows / columns) ** 0.5
@@ -443,7 +443,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     run.restore(agent, optimizers)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
-    # become row 0 of the next, its values are the bootstrap, its actions count for nothing.
+    # become row 0 of the next, its values are the bootstrap, its actions are drawn anew there.
     zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
@@ -470,9 +470,9 @@ def train(args: Args, envs: "Envs", run: "Run"):
         return agents
 
     @torch.no_grad()
-    def act_at(t: int, first: int, last: int):
-        """Step t for agents first to last. Step T is for its value only and leaves h, c alone."""
-        rows = slice(first, last)
+    def act_at(t: int, start: int, stop: int):
+        """Step t for agents start to stop. Step T is for its value only and leaves h, c alone."""
+        rows = slice(start, stop)
         inputs = observations[t, rows], dones[t, rows], h[rows], c[rows]
         action, logprob, value, new_h, new_c = act(agent, *inputs, *lstm_weights, noise[t, rows])
         actions[t, rows] = action
@@ -498,7 +498,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             taken = actions[:T, segments], logprobs[:T, segments]
             loss, logratio, new_values, losses = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = logratio.exp()
+            ratio[:, segments] = logratio.exp()  # as before this step
             values[:T, segments] = new_values
             sums += losses
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -531,7 +531,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
             agent.return_norm.train()(discounted[valid[:T] > 0].unsqueeze(1))
             agent.return_norm.eval()
-            rewards /= (agent.return_norm.running_var + 1e-8).sqrt()
+            rewards /= (agent.return_norm.running_var + 1e-8).sqrt()  # only now: not while acting
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
         update_began = time.perf_counter()
@@ -568,7 +568,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             run.log(losses, args.learning_rate * schedules[args.anneal])
         if run.iteration % args.checkpoint_interval == 0:
             run.save()
-        # The next segment begins where this one ended.
+        # The next segment begins where this one ended: row T of what `act` is given.
         observations[0] = observations[T]
         dones[0] = dones[T]
         valid[0] = valid[T]
@@ -759,7 +759,7 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
 
 
 def open_folder(args: Args, resumed: dict | None):
-    """A new run's folder, or that of --resume, and its metrics.jsonl, locked while the run is on."""
+    """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
     folder = resumed["folder"] if resumed else folder
@@ -803,7 +803,7 @@ class Run(contextlib.AbstractContextManager):
         say(f"run: {self.folder}")
 
     def restore(self, agent: Agent, optimizers: list):
-        """Gives them their states of --resume, which `save` saves. Writes only then to the folder."""
+        """Gives them their states of --resume, that `save` saved. Writes only from then on."""
         self.agent = agent
         self.optimizers = optimizers
         try:
@@ -834,7 +834,7 @@ class Run(contextlib.AbstractContextManager):
         return "time_limit" if over else None
 
     def update_done(self, steps: int, began: float):
-        """After the first one all is compiled: the clock starts, and signals save before the end."""
+        """After the first all is compiled: the clock starts, and signals save before the end."""
         self.iteration += 1
         self.step += steps
         if self.compiled:
