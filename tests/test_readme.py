@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 from typing import Any, Literal
 
 import pufferlib
@@ -136,7 +137,10 @@ def parse(script: str, words: list[str]):
         node = next(
             node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
         )
-        names = {"__name__": __name__, "math": math, "Any": Any, "Literal": Literal}
+        module = types.ModuleType("xla_args")
+        module.__file__ = str(ROOT / script)  # where tyro finds the comments, which are its --help
+        sys.modules[module.__name__] = module
+        names = vars(module) | {"math": math, "Any": Any, "Literal": Literal}
         names |= {"dataclass": dataclasses.dataclass, "field": dataclasses.field}
         exec(compile(ast.Module([node], []), script, "exec"), names)
         return tyro.cli(names["Args"], args=words)
