@@ -33,66 +33,13 @@ def without_reset():
     ppo.lstm_forward = lstm_forward
 
 
-def rewrite(*pairs: tuple[str, str]):
-    """The script anew, with each of these texts, which it has once, replaced."""
-    source = pathlib.Path(ppo.__file__).read_text()
-    for old, new in pairs:
-        assert source.count(old) == 1, f"the script no longer has: {old}"
-        source = source.replace(old, new)
-    exec(source, vars(ppo))
-
-
 def without_carry():
-    rewrite(
-        ("start_h.copy_(h)", "start_h.copy_(h.zero_())"),
-        ("start_c.copy_(c)", "start_c.copy_(c.zero_())"),
-    )
-
-
-def without_rho():
-    rewrite(
-        (
-            "    values = values[:-1, segments]\n",
-            "    without = without_own_rho(values, rewards, dones, valid, advantages, args)\n"
-            "    values = values[:-1, segments]\n",
-        ),
-        ("    normalized = advantages\n", "    normalized = without\n"),
-        ("(advantages - advantages.sum() / count)", "(without - without.sum() / count)"),
-    )
-
-    def without_own_rho(values, rewards, dones, valid, advantages, args):
-        after = torch.cat((advantages[1:], torch.zeros_like(advantages[:1])))
-        after = values[1:] + args.gae_lambda * after
-        return (rewards + args.gamma * (1 - dones[1:]) * after - values[:-1]) * valid
-
-    ppo.without_own_rho = without_own_rho
-
-
-UNWEIGHTED = (
-    (
-        "value_loss = 0.5 * (weight * ",
-        "same = (weight > 0) / (weight > 0).sum().clamp_min(1)\n    value_loss = 0.5 * (same * ",
-    ),
-    ("entropy = (weight * entropy)", "entropy = (same * entropy)"),
-)
-
-
-def without_weights():
-    rewrite(*UNWEIGHTED)
-
-
-def without_batch_statistics():
-    rewrite(
-        *UNWEIGHTED,
-        ("advantages - advantages.sum() / count", "advantages - drawn.sum() / count"),
-        ("(centered**2).sum()", "(((drawn - drawn.sum() / count) * mask) ** 2).sum()"),
-        (
-            "    if args.norm_adv:\n",
-            "    every = count\n    mask = valid[:, segments]\n    drawn = advantages[:, segments] * mask\n"
-            "    count = mask.sum().clamp_min(1)\n    if args.norm_adv:\n",
-        ),
-        ("/ (k * count)", "/ (k * every)"),
-    )
+    source = pathlib.Path(ppo.__file__).read_text()
+    for state in "h", "c":
+        line = f"start_{state}.copy_({state})"
+        assert source.count(line) == 1, f"the script no longer has: {line}"
+        source = source.replace(line, f"start_{state}.copy_({state}.zero_())")
+    exec(source, vars(ppo))
 
 
 def without_bootstrap():
@@ -113,6 +60,52 @@ def without_vtrace():
         return compute(values, rewards, dones, valid, torch.ones_like(ratio), *rest)
 
     ppo.compute_advantages = compute_advantages
+
+
+def normalized(advantages, counted):
+    """To mean 0 and deviation 1 over those that count."""
+    count = counted.sum().clamp_min(1)
+    centered = (advantages - (advantages * counted).sum() / count) * counted
+    return centered / ((centered**2).sum() / count + 1e-16).sqrt()
+
+
+def without_rho():
+    draw = ppo.draw_minibatch
+
+    def draw_minibatch(values, rewards, dones, valid, *rest):
+        minibatch, advantages = draw(values, rewards, dones, valid, *rest)
+        args = rest[-1]
+        after = torch.cat((advantages[1:], torch.zeros_like(advantages[:1])))
+        after = args.gamma * (1 - dones[1:]) * (values[1:] + args.gae_lambda * after)
+        own = normalized(rewards + after - values[:-1], valid[:-1])
+        return minibatch._replace(advantages=own[:, minibatch.segments]), advantages
+
+    ppo.draw_minibatch = draw_minibatch
+
+
+def without_weights():
+    draw = ppo.draw_minibatch
+
+    def draw_minibatch(*inputs):
+        minibatch, advantages = draw(*inputs)
+        counted = (minibatch.weight > 0).float()
+        same = counted / counted.sum().clamp_min(1)
+        weighted = minibatch.advantages * minibatch.weight / same.clamp_min(1e-9)  # the policy's
+        return minibatch._replace(advantages=weighted, weight=same), advantages
+
+    ppo.draw_minibatch = draw_minibatch
+
+
+def without_batch_statistics():
+    draw = ppo.draw_minibatch
+
+    def draw_minibatch(*inputs):
+        minibatch, advantages = draw(*inputs)
+        drawn = normalized(advantages[:, minibatch.segments], minibatch.weight > 0)
+        return minibatch._replace(advantages=drawn), advantages
+
+    ppo.draw_minibatch = draw_minibatch
+    without_weights()
 
 
 PARTS = {
