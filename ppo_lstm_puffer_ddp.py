@@ -265,7 +265,7 @@ def lstm_forward(x, h, c, dones, weight, bias):
 
 def lstm_outputs(x, h, c, dones, weight, bias):
     """`lstm_forward`'s outputs (T, N, H), for training: backpropagation ends at the first state."""
-    h = h.detach().requires_grad_()  # for no gradient: so all chunks are one compiled function
+    h = h.detach().requires_grad_()  # only so that all chunks are one compiled function
     c = c.detach().requires_grad_()
     outputs = []
     for steps, resets in zip(x.split(UNROLL), dones.split(UNROLL)):
@@ -441,7 +441,7 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
             same_shape[parameter.shape].append((parameter, update))
-        for (rows, columns), pairs in same_shape.items():  # of the LSTM's two: one product
+        for (rows, columns), pairs in same_shape.items():  # the LSTM's two, if F = H: one product
             stacked = torch.stack([update for _, update in pairs])
             updates = newton_schulz(stacked, self.dtype).float()
             updates *= group["lr"] * max(1, rows / columns) ** 0.5
@@ -539,7 +539,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             taken = actions[:T, segments], logprobs[:T, segments]
             loss, logratio, new_values, losses = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = logratio.exp()  # as before this step
+            ratio[:, segments] = logratio.exp()  # of the policy before this step
             values[:T, segments] = new_values
             sums.add_(losses)
         dist.all_reduce(flat)
@@ -942,7 +942,7 @@ class Run(contextlib.AbstractContextManager):
         return "time_limit" if self.told[1] else None
 
     def update_done(self, steps: int, began: float):
-        """After the first all is compiled: the clock starts, and signals save before the end."""
+        """After the first, all is compiled: the clock starts, and signals save before the end."""
         self.iteration += 1
         self.step += steps
         if self.compiled:

@@ -413,7 +413,7 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
             same_shape[parameter.shape].append((parameter, update))
-        for (rows, columns), pairs in same_shape.items():  # of the LSTM's two: one product
+        for (rows, columns), pairs in same_shape.items():  # the LSTM's two, if F = H: one product
             stacked = torch.stack([update for _, update in pairs])
             updates = newton_schulz(stacked, self.dtype).float()
             updates *= group["lr"] * max(1, rows / columns) ** 0.5
@@ -521,7 +521,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             taken = actions[:T, segments], logprobs[:T, segments]
             loss, logratio, new_values, losses = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = logratio.exp()  # as before this step
+            ratio[:, segments] = logratio.exp()  # of the policy before this step
             values[:T, segments] = new_values
             sums += losses
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -859,7 +859,7 @@ class Run(contextlib.AbstractContextManager):
         return self.signals[0] if self.signals else 0.5 * over
 
     def update_done(self, steps: int, began: float):
-        """After the first all is compiled: the clock starts, and signals save before the end."""
+        """After the first, all is compiled: the clock starts, and signals save before the end."""
         self.iteration += 1
         self.step += steps
         if self.compiled:
