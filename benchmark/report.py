@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import pathlib
+import re
 import shlex
 import sys
 from collections import defaultdict
@@ -447,6 +448,15 @@ def best_score(cell: dict, window: int = 50_000) -> float:
     return float(np.max(means, initial=-np.inf))
 
 
+def task_score(cells: list[dict]) -> list[float]:
+    """Of each run: of its games after training where the plan says how many, otherwise the best while training."""
+    return played(cells) if compares_games(cells) else [*map(best_score, cells)]
+
+
+def compares_games(cells: list[dict]) -> bool:
+    return any(cell.get("games") for cell in cells)
+
+
 def task_scores(
     cells: list[dict], published: dict
 ) -> tuple[list[str], dict[str, list[list[float]]], dict]:
@@ -461,7 +471,7 @@ def task_scores(
     for env_id, runs in group_by(cells, "env_id").items():
         row = published.get(env_id, {})
         scores[env_id] = [
-            [best_score(cell) for cell in runs if cell["name"] == name] for name in programs
+            task_score([cell for cell in runs if cell["name"] == name]) for name in programs
         ]
         scores[env_id] += [[row[name]] if name in row else [] for name in columns[len(programs) :]]
         scale[env_id] = first_score(runs), max(np.mean(some) for some in scores[env_id] if some)
@@ -493,8 +503,12 @@ def tasks_section(cells: list[dict], published: dict) -> str:
     for name, each in zip(programs, zip(*scores.values())):
         if fewest := min(map(len, each)):
             normal[name] = (np.array([runs[:fewest] for runs in each]).T - low) / (high - low)
-    return f"""The highest mean of the scores logged within 50,000 steps, of the returns of all episodes while training (POPGym's \
-measure).
+    measure = "The highest mean of the scores logged within 50,000 steps, of the returns of all episodes while training (POPGym's measure)."
+    if compares_games(cells):
+        measure = (
+            f"The mean of {cells[0]['games']} games after training, with the most likely actions."
+        )
+    return f"""{measure}
 In the table median, least and most; bold: by its mean the best of the programs, or within 1 % of the way to it.
 
 {table(head, rows)}
@@ -506,7 +520,7 @@ in the row, what others published included.
 
 
 def task_name(env_id: str) -> str:
-    return env_id.removeprefix("tasks:").removesuffix("-v0")
+    return re.sub(r"-v\d+$", "", env_id.removeprefix("tasks:"))
 
 
 def ranks_section(cells: list[dict]) -> str:

@@ -22,6 +22,7 @@ A plan is a YAML list of groups:
       timeout: 600             # seconds after which a cell is ended and has failed
       x_label: environments    # kind scaling: what x is
       solved: 850              # kind learning: also find the first checkpoint that plays this score
+      games: 32                # kind learning: so many are played at the end (128), and a table of tasks compares them
 
 Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes) and a last one, with
 "exit_reason". The time of ours counts from the first update on, that of the others from their start. --out auto is the folder of this kind of CPU in benchmark/reports: cpu-amx, cpu-bf16, cpu-avx512, cpu-avx2,
@@ -55,9 +56,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPUINFO = pathlib.Path("/proc/cpuinfo")
-PROGRAMS = {"ours": "ppo_lstm_puffer.py", "ceiling": "benchmark/ceiling.py"} | {
-    peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")
-}
+PROGRAMS = {
+    "ours": "ppo_lstm_puffer.py",
+    "ceiling": "benchmark/ceiling.py",
+    "random": "benchmark/peers/random_policy.py",
+} | {peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")}
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
 GROUP_KEYS = {
     "name",
@@ -70,7 +73,7 @@ GROUP_KEYS = {
     "interleave",
     "cold",
 }
-GROUP_KEYS |= {"timeout", "x_label", "solved"}
+GROUP_KEYS |= {"timeout", "x_label", "solved", "games"}
 PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
     "amx_bf16": ("AMX-BF16", "cpu-amx"),
@@ -114,6 +117,7 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
     }
     same |= {"x_label": group.get("x_label"), "solved": group.get("solved")}
     same |= {"timeout": group.get("timeout", (duration or 3000) + 600)}
+    same["games"] = group.get("games")
     for (name, program), env_id in itertools.product(
         group["programs"].items(), group.get("envs", ["breakout"])
     ):
@@ -145,7 +149,7 @@ def command(
 ) -> list[str]:
     """The command as it is run in the repository's folder; DIR stands for the temporary folder that it writes to."""
     kind, executable = program["program"], pathlib.Path(sys.executable)
-    if kind not in ("ours", "ceiling"):
+    if kind not in ("ours", "ceiling", "random"):
         executable = ROOT / ".peers" / kind / "bin/python"
     python = str(executable.relative_to(ROOT)) if executable.is_relative_to(ROOT) else "python"
     words = [python, *program.get("launcher", []), program.get("script", PROGRAMS[kind])]
@@ -326,9 +330,10 @@ def measure(cell: dict, tick: Callable[[float], None]) -> dict:
 
 
 def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
-    """What tools/play.py says of 128 games of a run or a checkpoint with the most likely actions; None if none ends in
+    """What tools/play.py says of a run's or a checkpoint's games with the most likely actions; None if none ends in
     ten minutes."""
-    words = [cell["command"][0], "tools/play.py", str(what), "--episodes", "128", "--deterministic"]
+    words = [cell["command"][0], "tools/play.py", str(what), "--deterministic"]
+    words += ["--episodes", str(cell.get("games") or 128)]
     with open(f"{folder}-played", "w+") as output:
         process = start(cell | {"command": words}, folder, output)
         try:

@@ -6,8 +6,9 @@ POPGym's (Morad et al. 2023) are wrapped as in its paper, by its own wrappers: t
 first step, stand in the observation. MiniGrid's memory environments show the 7 x 7 cells in front of the agent, one-hot by
 its own wrapper, without the mission's text, which is always the same. Each observation is one flat float32 vector.
 
-Gymnasium's Pendulum, HalfCheetah and Hopper lack their velocities here, the usual memory variant of continuous control
-(Ni et al. 2022): --env-id tasks:PendulumNoVel-v1
+Gymnasium's CartPole, Pendulum, MountainCarContinuous, HalfCheetah and Hopper lack their velocities here, the usual memory
+variant of control (Ni et al. 2022): --env-id tasks:PendulumNoVel-v1. CliffWalking ends after 500 steps: without a limit a
+policy that walks in a circle never ends.
 """
 
 import gymnasium as gym
@@ -41,17 +42,19 @@ def make_minigrid(task: str, **kwargs) -> gym.Env:
 
 
 class Positions(gym.ObservationWrapper):
-    """The first numbers of the observation alone; in MuJoCo's environments the velocities are behind them."""
+    """Some numbers of the observation alone: those that are no velocities."""
 
-    def __init__(self, env: gym.Env, positions: int):
+    def __init__(self, env: gym.Env, positions: list[int]):
         super().__init__(env)
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (positions,), np.float32)
+        self.positions = positions
+        shape = (len(positions),)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
 
     def observation(self, observation) -> np.ndarray:
-        return observation[: self.observation_space.shape[0]].astype(np.float32)
+        return observation[self.positions].astype(np.float32)
 
 
-def make_without_velocities(task: str, positions: int, **kwargs) -> gym.Env:
+def make_without_velocities(task: str, positions: list[int], **kwargs) -> gym.Env:
     return Positions(gym.make(task, disable_env_checker=True), positions)
 
 
@@ -62,10 +65,23 @@ for size in 7, 9, 11, 13:
     gym.register(
         f"MemoryS{size}-v0", make_minigrid, kwargs={"task": f"MiniGrid-MemoryS{size}-v0"}, **bare
     )
-for task, positions in ("Pendulum-v1", 2), ("HalfCheetah-v4", 8), ("Hopper-v4", 5):
+POSITIONS = {
+    "CartPole-v1": [0, 2],
+    "Pendulum-v1": [0, 1],
+    "MountainCarContinuous-v0": [0],
+    "HalfCheetah-v4": list(range(8)),
+    "Hopper-v4": list(range(5)),
+}
+for task, positions in POSITIONS.items():
     gym.register(
         task.replace("-", "NoVel-"),
         make_without_velocities,
         kwargs={"task": task, "positions": positions},
         **bare,
     )
+gym.register(
+    "CliffWalkingShort-v1",
+    lambda **kwargs: gym.make("CliffWalking-v1", disable_env_checker=True),
+    max_episode_steps=500,
+    **bare,
+)

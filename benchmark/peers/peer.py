@@ -63,6 +63,7 @@ class Metrics:
         self.start = self.last_time = time.time()
         self.first = None  # when the first iteration was over, and with it compiling: --seconds count from then on
         self.step = 0
+        self.played = None  # {"episodes", "episodic_return": {"mean"}} of games after training
         pid = os.getpid()
 
         def end(signum, frame):
@@ -84,7 +85,11 @@ class Metrics:
         }
         self.step, self.last_time = step, now
         self.write(row | {name.replace("__", "/"): float(value) for name, value in values.items()})
-        return step >= self.args.steps or now - self.first >= self.args.seconds
+        return step >= self.args.steps or self.late(now)
+
+    def late(self, now: float) -> bool:
+        """Whether --seconds are over."""
+        return self.first is not None and now - self.first >= self.args.seconds
 
     def write(self, row: dict):
         text = json.dumps(row, default=str)
@@ -99,10 +104,11 @@ class Metrics:
             "versions": self.versions,
             "note": self.note,
         }
-        self.write(
-            row
-            | {"config": self.config, "exit_reason": f"exit code {code}" if code else "completed"}
-        )
+        row["config"] = self.config
+        row["exit_reason"] = f"exit code {code}" if code else "completed"
+        if self.played:
+            row["played"] = self.played
+        self.write(row)
         # These two end by themselves, once they have removed the shared memory that the others leave.
         cleaners = ("torch_shm_manager", "multiprocessing.resource_tracker")
         for child in psutil.Process().children(recursive=True):

@@ -10,21 +10,24 @@ Hyperparameters are rl-zoo's for recurrent PPO on Atari games, clipped rewards i
 `enable_critic_lstm=False`, as rl-zoo has it for some tasks, gives the critic a linear layer of its own. With
 `shared_lstm=True` the value's gradient would not reach the network: a return of 3 after a million steps, against 6.
 
-A Gymnasium id (module:Id-v0) runs in its own DummyVecEnv with GYMNASIUM below, in which what is not said is its default.
-Control without velocities has rl-zoo's own settings: of PendulumNoVel-v1, and of PyBullet's HalfCheetah and Hopper (those
-of MuJoCo's run a single environment).
+A Gymnasium id (module:Id-v0) runs in its own DummyVecEnv with GYMNASIUM below, in which what is not said is its default;
+the tasks of rl_zoo.yaml with what stands there. Those are played when training is over, with their most likely actions.
 """
 
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+import yaml
 from peer import Metrics, arguments
 from pufferlib.ocean.environment import env_creator
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
@@ -53,33 +56,8 @@ GYMNASIUM = {
 GYMNASIUM_NOTE = (
     "64 environments x 64 steps, minibatches of 1024, four epochs, 1e-3: its own defaults otherwise"
 )
-# By the task's name: rl-zoo's ppo_lstm.yml.
-PENDULUM = {
-    "n_steps": 1024,
-    "n_epochs": 10,
-    "learning_rate": 1e-3,
-    "clip_range": 0.2,
-    "gamma": 0.9,
-    "gae_lambda": 0.95,
-}
-PENDULUM |= {"n_envs": 4, "normalize": True, "use_sde": True, "sde_sample_freq": 4}
-PENDULUM["policy_kwargs"] = {
-    "ortho_init": False,
-    "activation_fn": torch.nn.ReLU,
-    "net_arch": {"pi": [64], "vf": [64]},
-}
-PENDULUM["policy_kwargs"]["lstm_hidden_size"] = 64
-BULLET = {"n_steps": 256, "n_epochs": 10, "batch_size": 128, "gamma": 0.99, "gae_lambda": 0.9}
-BULLET |= {"n_envs": 16, "normalize": True}
-BULLET["policy_kwargs"] = {
-    "ortho_init": False,
-    "activation_fn": torch.nn.ReLU,
-    "net_arch": [],
-    "lstm_hidden_size": 128,
-}
-CONTROL = {"tasks:PendulumNoVel-v1": PENDULUM, "tasks:HalfCheetahNoVel-v4": BULLET}
-CONTROL["tasks:HopperNoVel-v4"] = BULLET | {"clip_range": 0.4, "linear": ["clip_range"]}
-CONTROL_NOTE = "rl-zoo's own settings: of PendulumNoVel-v1, or of PyBullet's HalfCheetah and Hopper"
+RL_ZOO = yaml.safe_load(Path(__file__).with_name("rl_zoo.yaml").read_text())
+RL_ZOO_NOTE = "its settings in benchmark/peers/rl_zoo.yaml, which are rl-zoo's where it has any"
 
 
 class Encoder(BaseFeaturesExtractor):
@@ -169,7 +147,13 @@ class Lines(BaseCallback):
             self.stop = self.metrics.line(self.num_timesteps, **means)
 
     def _on_step(self) -> bool:
-        return not self.stop
+        return not (self.stop or self.metrics.late(time.time()))
+
+
+def flat(env: gym.Env) -> gym.Env:
+    """What is no Box as one vector, choices one-hot."""
+    is_box = isinstance(env.observation_space, gym.spaces.Box)
+    return env if is_box else gym.wrappers.FlattenObservation(env)
 
 
 def main():
@@ -177,17 +161,23 @@ def main():
     parser.add_argument("--num-envs", type=int, default=512)
     parser.add_argument("--num-steps", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=4096)
+    parser.add_argument("--episodes", type=int, default=128, help="to play when training is over")
     args = parser.parse_args()
     network = {"lstm_hidden_size": 128, "enable_critic_lstm": False, "net_arch": []}
     policy = network | {"features_extractor_class": Encoder}
-    if args.env_id in CONTROL:
-        config, note = dict(CONTROL[args.env_id]), CONTROL_NOTE
-        env, policy = (
-            make_vec_env(args.env_id, config.pop("n_envs"), args.seed),
-            config.pop("policy_kwargs"),
-        )
+    total = args.total_timesteps
+    tuned = args.env_id in RL_ZOO
+    if tuned:
+        config = dict(RL_ZOO[args.env_id])
+        note = RL_ZOO_NOTE
+        env = make_vec_env(args.env_id, config.pop("n_envs"), args.seed, wrapper_class=flat)
+        if config.pop("normalize", False):
+            env = VecNormalize(env, gamma=config["gamma"])
+        policy = dict(config.pop("policy_kwargs", {}))
         network = {key: str(value) for key, value in policy.items()}
-        env = VecNormalize(env) if config.pop("normalize") else env
+        if "activation_fn" in policy:
+            policy["activation_fn"] = getattr(torch.nn, policy["activation_fn"])
+        total = config.pop("n_timesteps", total)
     elif ":" in args.env_id:
         env, config, note = (
             make_vec_env(args.env_id, 64, args.seed),
@@ -214,7 +204,15 @@ def main():
         config | network | {"n_envs": env.num_envs, "linear": list(linear)},
         note,
     )
-    model.learn(args.total_timesteps, callback=Lines(metrics))
+    if tuned:
+        metrics.first = metrics.start  # nothing is compiled, and an iteration may take a minute
+    model.learn(total, callback=Lines(metrics))
+    if tuned:  # as tools/play.py plays ours
+        if isinstance(env, VecNormalize):
+            env.training = False
+            env.norm_reward = False
+        returns, _ = evaluate_policy(model, env, args.episodes, return_episode_rewards=True)
+        metrics.played = {"episodes": len(returns), "episodic_return": {"mean": np.mean(returns)}}
     metrics.finish()
 
 
