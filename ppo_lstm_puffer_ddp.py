@@ -658,6 +658,10 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         buffer = getattr(envs.vecenv, "buf", vars(envs.vecenv))["observations"]  # pinned: no waits
         torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
     say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
+    space = envs.observation_space
+    size = (args.num_steps + 1) * envs.num_agents * math.prod(space.shape) * space.dtype.itemsize
+    if size > 5e8:
+        say(f"a batch of observations takes {size / 1e9:.1f} GB (--num-envs x --num-steps)")
     if args.compile:
         say("compiling: half a minute at the first start, later some seconds")
         warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h

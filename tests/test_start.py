@@ -8,6 +8,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -85,7 +87,8 @@ def chosen_threads(monkeypatch):
     """For an update of so many steps of Breakout's default network, on so many cores."""
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    envs = SimpleNamespace(observation_space=SimpleNamespace(shape=(118,)))
+    space = gym.spaces.Box(-1, 1, (118,))
+    envs = SimpleNamespace(observation_space=space, num_agents=512)
 
     def choose(steps: int, cores: int, kind: str | None = None) -> int | None:
         chosen.clear()
@@ -218,3 +221,17 @@ def test_torchs_compiler_is_called_the_way_that_is_taken_over():
     words = builder.get_command_line().split()
     assert words.count("-o") == 1
     assert words[words.index("-o") + 1] == builder.get_target_file_path()
+
+
+@pytest.mark.parametrize(
+    ("num_agents", "said"), [(512, "a batch of observations takes 1.7 GB"), (8, "")]
+)
+def test_a_large_batch_of_images_is_announced(num_agents, said, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    envs = SimpleNamespace(observation_space=space, num_agents=num_agents)
+    args = ppo.Args(compile=False, device="cpu", precision="float32")
+    ppo.set_up_torch(args, envs, seed=1)
+    text = capsys.readouterr().err
+    assert said in text
+    assert ("a batch of observations" in text) == bool(said)
