@@ -13,7 +13,7 @@ import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import end_of, newest_run, run_script
+from conftest import ROOT, end_of, newest_run, run_script
 from environments import Episode
 from gymnasium.spaces import (
     Box,
@@ -892,3 +892,22 @@ def test_the_wrapper_of_the_docs_does_what_it_says(folder):
     for kwargs in {}, {"name": "MiniGrid-MemoryS11-v0"}:
         envs = adapters.make("my_grid:Grid-v0", kwargs, 2, 0, 1)
         assert envs.reset()[0].shape == (2, 7, 7, 3)
+
+
+def test_atari_a_life_is_an_episode_and_the_score_is_the_games(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    env = gym.make("atari:Atari-v0", game="Breakout", disable_env_checker=True)
+    lives = 0
+    rewards = 0.0
+    info = {}
+    env.reset(seed=3)
+    while "episode" not in info:
+        observation, reward, terminated, truncated, info = env.step(lives % 4)
+        assert observation.shape == (84, 84)
+        rewards += reward
+        if terminated or truncated:
+            lives += 1
+            env.reset()
+    assert lives == 5
+    assert info["episode"]["r"] == rewards
+    assert env.unwrapped.ale.lives() == 5, "a new game has begun"
