@@ -490,17 +490,18 @@ def train(args: Args, envs: "Envs", run: "Run"):
         sums = zeros(len(LOSSES) - 1)
         agent.zero_grad()
         most = args.max_minibatch_size // T  # segments at once; their gradients add up
-        for part in map(Minibatch._make, zip(*(tensor.split(most, -1) for tensor in minibatch))):
+        parts = zip(*(tensor.split(most, -1) for tensor in minibatch))
+        for part in map(Minibatch._make, parts):
             segments = part.segments
             features = agent.encode(observations[:T].index_select(1, segments))
             start = start_h[segments], start_c[segments]
             hidden = lstm_outputs(features, *start, dones[:T, segments], *agent.lstm_weights())
             taken = actions[:T, segments], logprobs[:T, segments]
-            loss, logratio, new_values, losses = ppo_loss(agent, hidden, *taken, part, args)
+            loss, logratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
             ratio[:, segments] = logratio.exp()  # of the policy before this step
             values[:T, segments] = new_values
-            sums += losses
+            sums += terms
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
@@ -544,8 +545,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         rollout_values = values[:T].clone()
         statistics = zeros(len(LOSSES))
         for minibatch in range(num_minibatches):
-            advantages, losses = update()
-            statistics += losses
+            advantages, terms = update()
+            statistics += terms
             if minibatch == 0:  # of the policy that acted
                 rollout_advantages = advantages.clone()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
