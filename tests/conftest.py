@@ -28,7 +28,7 @@ SMALL = (SMALL + "--precision float32 --no-compile --log-interval 1").split()
 
 def environment() -> dict[str, str]:
     return os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "examples"))),
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
     }
