@@ -227,10 +227,12 @@ def main(words: list[str]) -> int:
     if alike(ours, theirs):
         print(f"{total:.6g} in {STEPS} steps, {len(ours.episodes)} ends")
         return 0
-    again, _ = alone(step, args.env_id, args.env, seed)
+    again = [alone(step, args.env_id, args.env, seed)[0] for _ in range(3)]  # some differ at times
     mine = ours.rows()[0]
     begins_alike = begin_alike(ours, theirs)
-    if alike(ours, again) or (begin_alike(ours, again) and not begins_alike):
+    repeats = all(alike(ours, other) for other in again)
+    begins_repeat = all(begin_alike(ours, other) for other in again)
+    if repeats or (begins_repeat and not begins_alike):
         shown = [(len(one.episodes), one.rows()[:2], one.seen) for one in (ours, theirs)]
         print("unlike: by hand {}, adapters {}".format(*shown))
         return 1

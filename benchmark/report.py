@@ -876,7 +876,8 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     ):  # many tasks, and what others published of them
         published = yaml.safe_load((folder / "published.yaml").read_text())
         plot = functools.partial(plot_tasks, published=published["scores"])
-        section("Scores", tasks_section(learning, published["scores"]), "tasks", plot, learning)
+        scored = kinds["learning"] if compares_games(learning) else learning
+        section("Scores", tasks_section(scored, published["scores"]), "tasks", plot, scored)
         section("Learning", f"{published['source']}\n", "learning", plot_many, learning)
     elif learning:
         section("Learning", learning_section(learning), "learning", plot_learning, learning)
