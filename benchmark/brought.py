@@ -15,14 +15,6 @@ def grid(name, **kwargs):
     return ImgObsWrapper(gym.make(name, **kwargs))
 
 
-def atari(game="Pong", render_mode=None):
-    """Atari with the usual preprocessing."""
-    import ale_py  # noqa: F401  registers ALE/...
-
-    env = gym.make(f"ALE/{game}-v5", frameskip=1, render_mode=render_mode)
-    return gym.wrappers.AtariPreprocessing(env, terminal_on_life_loss=True)
-
-
 def minatar(game="breakout"):
     """MinAtar's, which registers no ids by itself."""
     from minatar.gym import BaseEnv
@@ -89,7 +81,6 @@ def parallel_env(**kwargs):
 
 
 gym.register("Grid-v0", grid, kwargs={"name": "MiniGrid-MemoryS7-v0"})
-gym.register("Atari-v0", atari)
 gym.register("MinAtar-v0", minatar)
 gym.register("NetworkAttack-v0", network_attack)
 gym.register("Objectives-v0", objectives)

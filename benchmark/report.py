@@ -400,11 +400,8 @@ The interquartile mean of the final scores over all environments and runs, with 
 
 def first_score(runs: list[dict]) -> float:
     """The mean of the first scores logged, before anything is learned."""
-    return float(
-        np.mean(
-            [next(score for score in cell["curve"]["score"] if score is not None) for cell in runs]
-        )
-    )
+    logged = [[score for score in cell["curve"]["score"] if score is not None] for cell in runs]
+    return float(np.mean([scores[0] for scores in logged if scores]))
 
 
 def iqm(*environments: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -448,7 +445,7 @@ def best_score(cell: dict, window: int = 50_000) -> float:
     return float(np.max(means, initial=-np.inf))
 
 
-def task_score(cells: list[dict]) -> list[float]:
+def run_scores(cells: list[dict]) -> list[float]:
     """Of each run: of its games after training where the plan says how many, otherwise the best while training."""
     return played(cells) if compares_games(cells) else [*map(best_score, cells)]
 
@@ -471,7 +468,7 @@ def task_scores(
     for env_id, runs in group_by(cells, "env_id").items():
         row = published.get(env_id, {})
         scores[env_id] = [
-            task_score([cell for cell in runs if cell["name"] == name]) for name in programs
+            run_scores([cell for cell in runs if cell["name"] == name]) for name in programs
         ]
         scores[env_id] += [[row[name]] if name in row else [] for name in columns[len(programs) :]]
         scale[env_id] = first_score(runs), max(np.mean(some) for some in scores[env_id] if some)

@@ -149,7 +149,8 @@ class Trial:
         self.words = shlex.split(entry["words"])
         self.folder = folder
         self.remarks = [entry["remark"]] if "remark" in entry else []
-        shutil.copy(BENCHMARK / "brought.py", folder)  # a module of the current folder
+        for module in BENCHMARK / "brought.py", ROOT / "examples/atari.py":
+            shutil.copy(module, folder)  # modules of the current folder
 
     def python(self, script: str, *words) -> tuple[int, str, str]:
         command = [python_of(self.entry["package"]), ROOT / script, *words]
@@ -158,9 +159,8 @@ class Trial:
     def judge(self, code: int, out: str, err: str, well: bool, text: str = "ok") -> tuple:
         if code == 0 and well:
             return text, True
-        return (f"exit code {code}: " if code > 1 else "") + last_line(
-            out + err, self.folder
-        ), False
+        reason = last_line(out + err, self.folder)
+        return f"exit code {code}: {reason}" if code > 1 else reason, False
 
     def rows(self) -> list[dict]:
         """Of metrics.jsonl. The last one says how the run ended."""
@@ -274,7 +274,7 @@ def report(records: list[dict], installs: dict, left_out: dict) -> str:
         "",
         f"    python ppo_lstm_puffer.py --env-id ENVIRONMENT {SIZES}",
         "",
-        f"and {MORE_STEPS} steps more with --resume. `brought:` is benchmark/brought.py. *Return "
+        f"and {MORE_STEPS} steps more with --resume. `brought:` is benchmark/brought.py, `atari:` examples/atari.py. *Return "
         "by hand*: an environment is stepped with random actions by its package alone, then with "
         "the same ones through the adapters; the returns and lengths of all episodes were the "
         "same, and the sum of all that was observed. Some environments differ from run to run by "

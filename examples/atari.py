@@ -35,7 +35,7 @@ class EpisodicLife(gym.Wrapper):
 class FireReset(gym.Wrapper):
     def reset(self, **kwargs):
         self.env.reset(**kwargs)
-        observation, _, _, _, info = self.env.step(1)  # no game is over so soon
+        observation, _, _, _, info = self.env.step(1)  # a game over here ends in the next step
         return observation, info
 
 
@@ -44,7 +44,7 @@ def make(game="Pong", episodic_life=True, **kwargs):
     env = gym.wrappers.AtariPreprocessing(gym.wrappers.RecordEpisodeStatistics(env))
     if episodic_life:
         env = EpisodicLife(env)
-    return FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings()[1] else env
+    return FireReset(env) if env.unwrapped.get_action_meanings()[1] == "FIRE" else env
 
 
 gym.register("Atari-v0", make)

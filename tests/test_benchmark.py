@@ -457,6 +457,18 @@ def test_tasks_are_compared_with_what_others_published(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"tasks.png", "learning.png"}
 
 
+def test_tasks_are_compared_by_games_where_the_plan_counts_them():
+    def cell(name: str, mean: float, score: list) -> dict:
+        curve = {"time": [1, 2], "step": [50_000, 100_000], "score": score}
+        games = {"games": 32, "played": {"episodic_return": {"mean": mean}}}
+        return hand_made(**curve) | games | {"env_id": "tasks:Hill-v3", "name": name}
+
+    runs = [cell("ours", 0.25, [0, 9]), cell("sb3", 0.5, [None, None])]  # no episode ended
+    text = report.tasks_section(runs, {})
+    assert "The mean of 32 games after training" in text
+    assert "| Hill | 0 | 0.25 | **0.5** | 0.1 |" in text
+
+
 def test_the_best_score_is_over_equal_steps_however_often_a_program_logs():
     lucky = {
         "step": [10_000, 20_000, 30_000, 40_000, 50_000, 60_000],

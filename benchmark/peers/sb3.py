@@ -11,7 +11,7 @@ Hyperparameters are rl-zoo's for recurrent PPO on Atari games, clipped rewards i
 `shared_lstm=True` the value's gradient would not reach the network: a return of 3 after a million steps, against 6.
 
 A Gymnasium id (module:Id-v0) runs in its own DummyVecEnv with GYMNASIUM below, in which what is not said is its default;
-the tasks of rl_zoo.yaml with what stands there. Those are played when training is over, with their most likely actions.
+the tasks of rl_zoo.yaml with what stands there.
 """
 
 import time
@@ -161,7 +161,7 @@ def main():
     parser.add_argument("--num-envs", type=int, default=512)
     parser.add_argument("--num-steps", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=4096)
-    parser.add_argument("--episodes", type=int, default=128, help="to play when training is over")
+    parser.add_argument("--episodes", type=int, default=0, help="to play when training is over")
     args = parser.parse_args()
     network = {"lstm_hidden_size": 128, "enable_critic_lstm": False, "net_arch": []}
     policy = network | {"features_extractor_class": Encoder}
@@ -207,7 +207,7 @@ def main():
     if tuned:
         metrics.first = metrics.start  # nothing is compiled, and an iteration may take a minute
     model.learn(total, callback=Lines(metrics))
-    if tuned:  # as tools/play.py plays ours
+    if args.episodes:  # with the most likely actions, as tools/play.py plays ours
         if isinstance(env, VecNormalize):
             env.training = False
             env.norm_reward = False
