@@ -199,10 +199,10 @@ def sbatch(words: list[str]):
 
 def sweep(words: list[str]):
     """Parsed, and the study made. tests/test_sweep.py runs such."""
-    args, *_, folder = protein_sweep.prepare(words[2:])
-    if args.script in SCRIPTS:
-        parse(args.script, ["--env-id", args.env_id, *args.fixed])
-    assert (folder / "study.db").exists()
+    made = protein_sweep.prepare(words[2:])
+    if made.args.script in SCRIPTS:
+        parse(made.args.script, ["--env-id", made.args.env_id, *made.args.fixed])
+    assert (made.folder / "study.db").exists()
 
 
 class Parsed(Exception):
