@@ -328,6 +328,11 @@ def watch(process: subprocess.Popen, metrics: Metrics, trial: optuna.Trial, swee
 
 # THE STUDY: which trials there are, and which of them run again -----------------------------------
 
+SAMPLERS = {
+    "gp": optuna.samplers.GPSampler,
+    "tpe": partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True),
+    "random": optuna.samplers.RandomSampler,
+}
 BEST = 3  # trials that run again at the end
 RETRY = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=10)  # back into the queue
 
@@ -359,8 +364,6 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
     """The study, new or as it was left. first: the arguments of its first trial, if it is new."""
     seed = args.seed + os.getpid() * 1000  # lest two processes, or a restart, draw the same
-    samplers = {"gp": optuna.samplers.GPSampler, "random": optuna.samplers.RandomSampler}
-    samplers["tpe"] = partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True)
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys}
@@ -368,7 +371,7 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
     with one_at_a_time(folder):
         storage = open_storage(args, folder)
         options = {"study_name": args.study_name, "storage": storage, "pruner": pruner}
-        options["sampler"] = samplers[args.sampler](seed=seed)
+        options["sampler"] = SAMPLERS[args.sampler](seed=seed)
         make = partial(optuna.create_study, **options, direction=args.direction)
         changed = ["all"]
         try:

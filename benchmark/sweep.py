@@ -1,7 +1,7 @@
 """Compares hyperparameter samplers on three synthetic problems whose trials cost something; makes benchmark/reports/sweep/.
 
     python benchmark/sweep.py                                # runs what is missing, then writes report.md and its figures
-    python benchmark/sweep.py --methods protein tpe --problems wide --seeds 3 --out DIR
+    python benchmark/sweep.py --methods gp tpe --problems wide --seeds 3 --out DIR
     python benchmark/sweep.py --report-only
 
 A problem has a space, a cost and a learning curve. u(x) is a hyperparameter x as 0 to 1 on its own scale (logarithmic, ...); t is the step
@@ -20,12 +20,12 @@ ridge (6 hyperparameters, noise, failures). Cost: T / 40000, 300 at most. What m
     S = exp(-2 log10(e / 0.4)^2 - ((u(gamma) - 0.5) / 0.3)^2 / 2 - ((u(ent) - 0.4) / 0.35)^2 / 2). Noise: tau is off by 10 %, each line by 2 points.
 
 Every method gets 60 trials, one after another, and begins with the middle of the space. A trial's score is its last line's.
-Ours and PufferLib's Protein are told points of the curve besides. A failure costs what it cost, and is told as one: to PufferLib's, which
-takes it for a success, with the score 0.
+PufferLib's Protein is told points of the curve besides. A failure costs what it cost, and is told as one: to Optuna's as protein_sweep.py
+does, as the worst score so far; to PufferLib's, which takes it for a success, with the score 0.
 """
 
 import argparse
-import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -44,27 +44,22 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optuna
 import scipy.stats
-import threadpoolctl
 
-from protein_sweep import Cube, ProteinSampler, parse_space, to_arguments
+from protein_sweep import SAMPLERS, parse_space
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = ROOT / ".peers/protein/bin/python"
 TRIALS = 60
 NAMES = {
-    "protein": "protein (ours)",
-    "pufferlib": "PufferLib's Protein",
+    "gp": "Optuna's GP (the default)",
     "tpe": "Optuna's TPE",
-    "gp": "Optuna's GP",
     "random": "random",
+    "pufferlib": "PufferLib's Protein",
+    "protein": "our own sampler of before",
+    "gp, failures dropped": "Optuna's GP, not told of failures",
 }
-COLORS = {
-    "protein": "#0072B2",
-    "pufferlib": "#D55E00",
-    "tpe": "#009E73",
-    "gp": "#CC79A7",
-    "random": "#999999",
-}
+RUN = ("gp", "tpe", "random", "pufferlib")  # the others are only stored
+COLORS = ("#0072B2", "#009E73", "#999999", "#D55E00", "#CC79A7", "#56B4E9")
 
 
 # Problems -----------------------------------------------------------------------------------------------------------------
@@ -99,18 +94,35 @@ class Problem:
     quality: Callable
 
     def __post_init__(self):
-        self.space = parse_space(self.content, self.name)
-        self.cube = Cube({parameter.name: parameter.distribution for parameter in self.space})
+        self.space = parse_space(self.content)
 
     def unit(self, arguments: dict) -> dict[str, float]:
         """0 to 1, growing with the argument, on its own scale."""
         result = {}
         for parameter in self.space:
-            low, high = self.cube.ends(parameter.name)
-            value = parameter.to_parameter(arguments[parameter.argument])
-            u = ((np.log(value) if parameter.distribution.log else value) - low) / (high - low)
+            scale = parameter.distribution
+            value = parameter.to_scale(arguments[parameter.argument])
+            ends = np.array([scale.low, scale.high, value], float)
+            low, high, value = np.log(ends) if scale.log else ends
+            u = (value - low) / (high - low)
             result[parameter.argument] = 1 - u if parameter.name.startswith("1 - ") else u
         return result
+
+    def params(self, x: np.ndarray) -> dict:
+        """The study's parameters at x, each coordinate 0 to 1."""
+        params = {}
+        for parameter, u in zip(self.space, x, strict=True):
+            scale = parameter.distribution
+            low, high = np.log([scale.low, scale.high]) if scale.log else (scale.low, scale.high)
+            value = low + u * (high - low)
+            value = np.exp(value) if scale.log else value
+            whole = isinstance(scale, optuna.distributions.IntDistribution)
+            value = round(value) if whole else float(np.clip(value, scale.low, scale.high))
+            params[parameter.name] = value
+        return params
+
+    def arguments(self, params: dict) -> dict:
+        return {one.argument: one.to_argument(params[one.name]) for one in self.space}
 
     def run(
         self, arguments: dict, rng: np.random.Generator | None = None, points: int = 5
@@ -138,21 +150,24 @@ class Problem:
         rng = np.random.default_rng(0)
 
         def value(x):
-            arguments = to_arguments(self.space, self.cube.decode(x), {})
+            arguments = self.arguments(self.params(x))
             curve, failed = self.run(arguments, points=1)
             return 0.0 if failed or curve[-1][1] > cost * 1.0001 else curve[-1][2]
 
-        points = list(rng.random((3000, self.cube.dim)))
+        points = list(rng.random((3000, len(self.space))))
         tops = sorted(((value(x), tuple(x)) for x in points), reverse=True)[:3]
         best = 0.0
         for top, x in tops:
-            size, x = 0.2, np.array(x)
+            x = np.array(x)
+            size = 0.2
             for _ in range(1500):
                 other = np.clip(
                     x + size * rng.standard_normal(len(x)) * (rng.random(len(x)) < 0.4), 0, 1
                 )
                 if (found := value(other)) > top:
-                    x, top, size = other, found, size * 1.5
+                    x = other
+                    top = found
+                    size *= 1.5
                 else:
                     size = max(size * 0.97, 1e-3)
             best = max(best, top)
@@ -241,33 +256,28 @@ PROBLEMS = {
 
 
 class Optuna:
-    """A sampler of Optuna's, or ours: ask, tell."""
+    """A sampler as protein_sweep.py uses it: ask, tell."""
 
     def __init__(self, problem: Problem, method: str, seed: int):
         self.problem = problem
-        sampler = {
-            "protein": lambda: ProteinSampler(problem.cube.space, seed, problem.max_cost),
-            "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
-            "gp": lambda: optuna.samplers.GPSampler(
-                seed=seed, deterministic_objective=problem.name == "smooth"
-            ),
-            "random": lambda: optuna.samplers.RandomSampler(seed=seed),
-        }[method]()
-        self.study = optuna.create_study(direction="maximize", sampler=sampler)
-        self.study.enqueue_trial(problem.cube.decode(np.full(problem.cube.dim, 0.5)))
+        self.study = optuna.create_study(direction="maximize", sampler=SAMPLERS[method](seed=seed))
+        self.study.enqueue_trial(problem.params(np.full(len(problem.space), 0.5)))
+        self.distributions = {one.name: one.distribution for one in problem.space}
+        self.scores = []
 
     def suggest(self) -> tuple[dict, float]:
         start = time.perf_counter()
-        self.trial = self.study.ask(self.problem.cube.space)
-        return to_arguments(self.problem.space, self.trial.params, {}), time.perf_counter() - start
+        self.trial = self.study.ask(self.distributions)
+        return self.problem.arguments(self.trial.params), time.perf_counter() - start
 
     def observe(self, arguments: dict, curve: list, failed: bool):
-        if failed:
-            self.trial.set_user_attr("failure", "diverged")
-            self.study.tell(self.trial, state=optuna.trial.TrialState.FAIL)
+        if not failed:
+            self.scores.append(curve[-1][2])
+            self.study.tell(self.trial, self.scores[-1])
+        elif self.scores:
+            self.study.tell(self.trial, min(self.scores))
         else:
-            self.trial.set_user_attr("curve", curve)
-            self.study.tell(self.trial, curve[-1][2])
+            self.study.tell(self.trial, state=optuna.trial.TrialState.FAIL)
 
     def close(self):
         pass
@@ -278,9 +288,7 @@ class PufferLib:
 
     def __init__(self, problem: Problem, method: str, seed: int):
         self.problem = problem
-        middle = to_arguments(
-            problem.space, problem.cube.decode(np.full(problem.cube.dim, 0.5)), {}
-        )
+        middle = problem.arguments(problem.params(np.full(len(problem.space), 0.5)))
         space = {
             name: entry
             | {"mean": middle[name], "scale": "time" if name == "total_timesteps" else "auto"}
@@ -343,42 +351,12 @@ def run(problem: Problem, method: str, seed: int, trials: int) -> dict:
     return {"method": method, "problem": problem.name, "seed": seed, **columns}
 
 
-def time_suggestions(observations: int = 300, repeats: int = 3) -> dict[str, list[float]]:
-    """Seconds of a suggestion on the wide problem after so many observations (5 points of each of 60 random trials), ours and PufferLib's."""
-    problem, seconds = PROBLEMS["wide"], {"protein": [], "pufferlib": []}
-    for method, times in seconds.items():
-        study, rng = (
-            (PufferLib if method == "pufferlib" else Optuna)(problem, method, 1),
-            np.random.default_rng(0),
-        )
-        for _ in range(observations // 5):
-            params = problem.cube.decode(rng.random(problem.cube.dim))
-            arguments = to_arguments(problem.space, params, {})
-            curve, failed = problem.run(arguments, rng)
-            if method == "protein":
-                study.study.add_trial(
-                    optuna.create_trial(
-                        params=params,
-                        distributions=problem.cube.space,
-                        value=curve[-1][2],
-                        user_attrs={"curve": curve},
-                    )
-                )
-            else:
-                study.observe(arguments, curve, failed)
-        if method == "protein":  # the middle of the space, which needs no suggestion
-            study.suggest()
-        times += [round(study.suggest()[1], 3) for _ in range(repeats)]
-        study.close()
-    return seconds
-
-
 # Numbers ------------------------------------------------------------------------------------------------------------------
 
 LEVELS = 40  # costs between a hundredth of the largest and the largest, evenly in logarithms
 
 
-def regret(cell: dict, optimum: float) -> np.ndarray:
+def regret(cell: dict, problem: Problem, optimum: float) -> np.ndarray:
     """After each trial: the optimum minus the true score of the trial whose observed score is the best so far."""
     scores = np.array([-np.inf if score is None else score for score in cell["score"]])
     truths = np.array([0.0 if truth is None else truth for truth in cell["truth"]])
@@ -389,7 +367,8 @@ def regret(cell: dict, optimum: float) -> np.ndarray:
 def hypervolume(cell: dict, problem: Problem, optimum: float) -> np.ndarray:
     """After each trial: the area under the front of true score against log cost, 1 if the optimum were had at every cost."""
     levels = problem.max_cost * np.logspace(-2, 0, LEVELS)
-    best, areas = np.zeros(LEVELS), []
+    best = np.zeros(LEVELS)
+    areas = []
     for cost, truth in zip(cell["cost"], cell["truth"]):
         if truth is not None:
             best = np.where(levels * 1.0001 >= cost, np.maximum(best, truth), best)
@@ -417,115 +396,90 @@ def interval(values: list[float]) -> str:
 BUDGET = 12  # of the largest cost: what the columns "at equal cost" have spent
 
 
+HEAD = """# Samplers compared on synthetic problems
+
+Made by `python benchmark/sweep.py` (stored cells are not run again), from trials.jsonl and facts.json in this folder. `benchmark/sweep.py` states the problems.
+
+Mean over seeds and 95 % bootstrap interval. Regret: best possible score (about 100) minus the true score of the trial that looked best; less is better.
+Hypervolume: the area under the front of true score against the logarithm of the cost, from a hundredth of the largest cost to the largest, as a share of what
+the best score at every cost would have; more is better. "At equal cost": when the trials have cost 12 times the largest cost of one; "60 trials": after 60,
+whatever they cost.
+"""
+COLUMNS = [
+    "method",
+    "seeds",
+    "regret after 60 trials",
+    "regret at equal cost",
+    "hypervolume after 60 trials",
+    "hypervolume at equal cost",
+    "cost of 60 trials",
+    "failures",
+    "seconds per suggestion",
+]
+
+
+def row_of(cells: list[dict], problem: Problem, optimum: float) -> list[str]:
+    """A line of the table: one method on one problem."""
+    budget = BUDGET * problem.max_cost
+    row = [NAMES[cells[0]["method"]], str(len(cells))]
+    for measure in regret, hypervolume:
+        curves = [measure(cell, problem, optimum) for cell in cells]
+        row.append(interval([curve[-1] for curve in curves]))
+        row.append(interval([at_cost(*pair, budget) for pair in zip(cells, curves)]))
+    row.append(f"{np.mean([sum(cell['cost']) for cell in cells]) / problem.max_cost:.1f}")
+    row.append(f"{np.mean([cell['score'].count(None) for cell in cells]):.1f}")
+    row.append(f"{np.median([second for cell in cells for second in cell['seconds'][20:]]):.2g}")
+    return row
+
+
+def draw(groups: dict[str, list[dict]], problem: Problem, optimum: float, path: pathlib.Path):
+    """Regret and hypervolume against trials and against summed cost, the mean over seeds."""
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    spent = np.linspace(0.5, 50, 100)
+    for (method, cells), color in zip(groups.items(), COLORS):
+        for line, measure in enumerate((regret, hypervolume)):
+            curves = [measure(cell, problem, optimum) for cell in cells]
+            style = {"color": color, "label": NAMES[method]}
+            axes[line, 0].plot(np.arange(1, TRIALS + 1), np.mean(curves, axis=0), **style)
+            by_cost = [
+                [at_cost(cell, curve, x * problem.max_cost) for x in spent]
+                for cell, curve in zip(cells, curves)
+            ]
+            until = spent <= max(sum(cell["cost"]) for cell in cells) / problem.max_cost
+            axes[line, 1].plot(spent[until], np.mean(by_cost, axis=0)[until], **style)
+    for line, label in enumerate(("regret", "hypervolume")):
+        axes[line, 0].set(xlabel="trials", ylabel=label)
+        axes[line, 1].set(xlabel="summed cost, in largest costs of a trial", ylabel=label)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{problem.name}: mean over seeds")
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
 def report(cells: list[dict], facts: dict, out: pathlib.Path):
     """report.md and a figure for each problem."""
-    text = [
-        "# Samplers compared on synthetic problems\n",
-        "Made by `python benchmark/sweep.py` (stored cells are not run again), from trials.jsonl and facts.json in this folder. "
-        "`benchmark/sweep.py` states the problems.\n",
-        "Mean over seeds and 95 % bootstrap interval. Regret: best possible score (about 100) minus the true score of the trial that looked best; "
-        "less is better. Hypervolume: the area under the front of true score against the logarithm of the cost, from a hundredth of the largest cost "
-        f"to the largest, as a share of what the best score at every cost would have; more is better. \"At equal cost\": when the trials have cost {BUDGET} "
-        "times the largest cost of one; \"60 trials\": after 60, whatever they cost.\n",
-    ]  # fmt: skip
-    summary = {}
+    text = [HEAD]
     for name, problem in PROBLEMS.items():
-        rows, optimum = [], facts["optimum"][name]
-        figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+        groups = {}
         for method in NAMES:
-            some = [cell for cell in cells if cell["problem"] == name and cell["method"] == method]
-            if not some:
-                continue
-            regrets, areas = (
-                [regret(cell, optimum) for cell in some],
-                [hypervolume(cell, problem, optimum) for cell in some],
-            )
-            budget = BUDGET * problem.max_cost
-            last = [values[-1] for values in regrets]
-            summary[name, method] = last
-            row = [NAMES[method], str(len(some)), interval(last)]
-            row += [
-                interval([at_cost(*pair, budget) for pair in zip(some, regrets)]),
-                interval([values[-1] for values in areas]),
-            ]
-            row += [interval([at_cost(*pair, budget) for pair in zip(some, areas)])]
-            row += [f"{np.mean([sum(cell['cost']) for cell in some]) / problem.max_cost:.1f}"]
-            row += [f"{np.mean([cell['score'].count(None) for cell in some]):.1f}"]
-            row += [
-                f"{np.median([seconds for cell in some for seconds in cell['seconds'][20:]]):.2g}"
-            ]
-            rows.append(row)
-            spent = np.linspace(0.5, 50, 100)
-            for line, values in enumerate((regrets, areas)):
-                style = {"color": COLORS[method], "label": f"{NAMES[method]} ({len(some)})"}
-                axes[line, 0].plot(np.arange(1, TRIALS + 1), np.mean(values, axis=0), **style)
-                by_cost = [
-                    [at_cost(cell, one, x * problem.max_cost) for x in spent]
-                    for cell, one in zip(some, values)
-                ]
-                until = spent <= max(sum(cell["cost"]) for cell in some) / problem.max_cost
-                axes[line, 1].plot(spent[until], np.mean(by_cost, axis=0)[until], **style)
-        for line, label in enumerate(("regret", "hypervolume")):
-            axes[line, 0].set(xlabel="trials", ylabel=label)
-            axes[line, 1].set(xlabel="summed cost, in largest costs of a trial", ylabel=label)
-        axes[0, 0].legend(frameon=False, fontsize=8)
-        figure.suptitle(f"{name}: mean over seeds")
-        figure.savefig(out / f"{name}.png", dpi=110)
-        plt.close(figure)
-        head = [
-            "method",
-            "seeds",
-            "regret, 60 trials",
-            "regret, equal cost",
-            "hypervolume, 60 trials",
-            "hypervolume, equal cost",
-        ]
-        head += ["cost of 60 trials", "failures", "seconds per suggestion"]
-        text += [
-            f"## {name}\n",
-            *("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)),
-            f"\n![{name}]({name}.png)\n",
-        ]
-    text += ["## Targets\n", *targets(summary, facts)]
-    notes = out / "notes.md"
-    text += [notes.read_text()] if notes.exists() else []
-    (out / "report.md").write_text("\n".join(text) + "\n")
-
-
-def targets(summary: dict, facts: dict) -> list[str]:
-    """What the sampler promises, in words: means over seeds at 60 trials."""
-    lines = []
-    for method, least in (("pufferlib", len(PROBLEMS)), ("tpe", 2)):
-        pairs = {
-            name: (np.mean(summary[name, "protein"]), np.mean(summary[name, method]))
-            for name in PROBLEMS
-            if (name, method) in summary
-        }
-        if pairs:
-            good = [name for name, (ours, other) in pairs.items() if ours <= other]
-            figures = ", ".join(
-                f"{name} {ours:.3g} against {other:.3g}" for name, (ours, other) in pairs.items()
-            )
-            met = "met" if len(good) >= least else "not met"
-            lines.append(
-                f"- Mean regret after 60 trials no larger than that of {NAMES[method]} on at least {least} problems: {figures}: **{met}**."
-            )
-    times = facts.get("seconds_at_300", {})
-    if times.get("protein") and times.get("pufferlib"):
-        ours, other = np.median(times["protein"]), np.median(times["pufferlib"])
-        met = "met" if ours <= other / 5 else "not met"
-        lines.append(
-            f"- Seconds of a suggestion at 300 observations at most a fifth of PufferLib's: {ours:.2f} against {other:.2f}, a factor of {other / ours:.0f} "
-            f"(medians of {len(times['protein'])}, one after the other, one thread): **{met}**."
-        )  # fmt: skip
-    return [*lines, ""]
+            some = [cell for cell in cells if (cell["problem"], cell["method"]) == (name, method)]
+            if some:
+                groups[method] = some
+        optimum = facts["optimum"][name]
+        rows = [COLUMNS, ["---"] * len(COLUMNS)]
+        rows += [row_of(some, problem, optimum) for some in groups.values()]
+        draw(groups, problem, optimum, out / f"{name}.png")
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        text += [f"## {name}\n", *lines, f"\n![{name}]({name}.png)\n"]
+    text.append((out / "notes.md").read_text())
+    (out / "report.md").write_text("\n".join(text))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--methods", nargs="+", choices=RUN, default=list(RUN))
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmark/reports/sweep")
@@ -536,45 +490,31 @@ def main() -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
     args.out.mkdir(parents=True, exist_ok=True)
-    store, facts_file = args.out / "trials.jsonl", args.out / "facts.json"
+    (args.out / "notes.md").touch()
+    store = args.out / "trials.jsonl"
+    facts_file = args.out / "facts.json"
     cells = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-    facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
-    done = {(cell["method"], cell["problem"], cell["seed"]) for cell in cells}
-    if not args.report_only:
-        if "optimum" not in facts:
-            facts["optimum"] = {
-                name: problem.optimum(problem.max_cost) for name, problem in PROBLEMS.items()
-            }
-        if "pufferlib" in args.methods and not PEER.exists():
-            print(
-                "skipped: PufferLib's Protein, which is not installed; `make benchmark-peers` installs it",
-                file=sys.stderr,
-            )
-            args.methods.remove("pufferlib")
-        if set(args.methods) >= {"protein", "pufferlib"} and "seconds_at_300" not in facts:
-            facts["seconds_at_300"] = time_suggestions()
+    if facts_file.exists():
+        facts = json.loads(facts_file.read_text())
+    else:
+        best = {name: problem.optimum(problem.max_cost) for name, problem in PROBLEMS.items()}
+        facts = {"optimum": best}
         facts_file.write_text(json.dumps(facts, indent=1) + "\n")
-        todo = [
-            (method, name, seed)
-            for seed in range(1, args.seeds + 1)
-            for name in args.problems
-            for method in args.methods
-        ]
-        todo = [cell for cell in todo if cell not in done]
-        with contextlib.suppress(KeyboardInterrupt), store.open("a") as file:
-            for number, (method, name, seed) in enumerate(todo):
-                print(
-                    f"{number + 1} of {len(todo)}: {NAMES[method]}, {name}, seed {seed}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                cells.append(run(PROBLEMS[name], method, seed, TRIALS))
-                print(json.dumps(cells[-1]), file=file, flush=True)
+    if "pufferlib" in args.methods and not PEER.exists() and not args.report_only:
+        print("skipped: PufferLib's Protein; `make benchmark-peers` installs it", file=sys.stderr)
+        args.methods.remove("pufferlib")
+    done = {(cell["method"], cell["problem"], cell["seed"]) for cell in cells}
+    todo = itertools.product(args.methods, args.problems, range(1, args.seeds + 1))
+    for method, name, seed in [] if args.report_only else todo:
+        if (method, name, seed) not in done:
+            print(f"{NAMES[method]}, {name}, seed {seed}", file=sys.stderr, flush=True)
+            cells.append(run(PROBLEMS[name], method, seed, TRIALS))
+            with store.open("a") as file:
+                file.write(json.dumps(cells[-1]) + "\n")
     report(cells, facts, args.out)
     print(args.out / "report.md")
     return 0
 
 
 if __name__ == "__main__":
-    with threadpoolctl.threadpool_limits(1):
-        sys.exit(main())
+    sys.exit(main())

@@ -127,24 +127,6 @@ def serve(channel: socket.socket) -> dict:
         channel.send(json.dumps(answer).encode())
 
 
-def run(words: list, *others, original=subprocess.run, **options):
-    """subprocess.run in a fork, where it starts Python to wait for it: the report of a sweep."""
-    if (
-        words[0] != sys.executable
-        or others
-        or options.get("check")
-        or set(options) - {"stdout", "check"}
-    ):
-        return original(words, *others, **options)
-    pid = os.fork()
-    if pid:
-        return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    if stdout := options.get("stdout"):
-        os.dup2(stdout.fileno(), 1)
-    atexit._clear()  # what the one that waits will do when it ends
-    become([*map(str, words[1:])], os.getcwd(), dict(os.environ), session=False)
-
-
 class Child(Fork):
     """A fork of this process, for benchmark/run.py, which starts one cell after another."""
 
@@ -193,7 +175,6 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    subprocess.run = run
     if words[0].endswith("benchmark/run.py"):
         subprocess.Popen = popen
     module = words[0] == "-m"
