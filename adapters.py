@@ -311,7 +311,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         except (TypeError, ValueError) as error:
             problem = (
                 f"is {reward!r:.80}, where one number should be "
-                "(mo_gymnasium.wrappers.LinearReward makes one of a vector)"
+                "(mo_gymnasium.wrappers.LinearReward makes one of a vector; several agents, with a "
+                "reward each, need PettingZoo's parallel_env)"
             )
             raise self.wrong("reward", row, problem) from error
 
@@ -468,6 +469,10 @@ def module_of(name: str):
 def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tuple = ()):
     """Of the environment: those of its function, some that gym.make takes, some that are ours."""
     parameters = inspect.signature(function).parameters
+    for name, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in {*kwargs, *less}:
+            raise APIUsageError(f"--env.{name}: the environment needs it")
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     known = sorted({*parameters, *more} - {*less})
@@ -493,11 +498,14 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
                 "Another package's id needs its module: ale_py:ALE/Pong-v5. It is no module with "
                 f"parallel_env (PettingZoo) either, nor one of Ocean's: {', '.join(OCEAN)}"
             )
-        raise APIUsageError(f"{str(error).rstrip('.')}. {hint}".strip()) from error
+        text = str(error)
+        end = "" if text.endswith((".", "?", "!")) else "."
+        raise APIUsageError(f"{text}{end} {hint}".strip()) from error
     function = spec.entry_point
     if function is not None:
         function = function if callable(function) else load_env_creator(function)
-        check_arguments(kwargs, function, ("max_episode_steps", "disable_env_checker"))
+        more = ("max_episode_steps", "disable_env_checker")
+        check_arguments({**spec.kwargs, **kwargs}, function, (*more, *spec.kwargs))
     return partial(gym.make, gym_id, **{"disable_env_checker": True, **kwargs})
 
 

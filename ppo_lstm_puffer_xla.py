@@ -939,7 +939,8 @@ class Run(contextlib.AbstractContextManager):
             say(f"warning: {full}")
         if self.args.track:
             sys.modules["wandb"].finish()
-        say(f"{reason}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
+        ending = kind.__name__ if kind else reason  # what the error says is said by whoever gets it
+        say(f"{ending}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
 
 
 def as_words(config: dict[str, Any]) -> list[str]:

@@ -150,7 +150,9 @@ def parse_parameter(argument: str, entry: Any) -> Parameter:
     match entry["distribution"]:
         case "uniform_pow2":
             scale = IntDistribution(math.ceil(math.log2(low)), math.floor(math.log2(high)))
-            return Parameter(argument, f"log2({argument})", scale, lambda n: 2**n, math.log2)
+            return Parameter(
+                argument, f"log2({argument})", scale, lambda n: 2**n, lambda x: math.log2(max(x, 1))
+            )
         case "logit_normal":
             scale = FloatDistribution(round(1 - high, 9), round(1 - low, 9), log=True)
             return Parameter(

@@ -911,3 +911,20 @@ def test_atari_a_life_is_an_episode_and_the_score_is_the_games(monkeypatch):
     assert lives == 5
     assert info["episode"]["r"] == rewards
     assert env.unwrapped.ale.lives() == 5, "a new game has begun"
+
+
+class Sized(Scripted):
+    """An environment with an argument that has no default."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+
+def test_an_argument_without_a_default_is_asked_for_by_its_flag():
+    gym.register("Sized-v0", Sized)
+    gym.register("Sized-v1", Sized, kwargs={"size": 3})
+    with pytest.raises(pufferlib.APIUsageError, match="--env.size: the environment needs it"):
+        adapters.make("Sized-v0", {}, 1, 0, 1)
+    for env_id, kwargs in ("Sized-v0", {"size": 2}), ("Sized-v1", {}):
+        adapters.make(env_id, kwargs, 1, 0, 1).close()
