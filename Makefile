@@ -15,13 +15,13 @@ VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
 TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
 
-.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export repeat benchmark benchmark-quick benchmark-memory benchmark-gpu benchmark-peers report lint clean
+.PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export repeat benchmark benchmark-gpu benchmark-peers report lint clean
 .DEFAULT_GOAL := help
 
-help:  ## this list
+help:  # this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.installed  ## make .venv and install everything into it
+setup: $(VENV)/.installed  ## install everything into .venv (the others do it too)
 
 # uv installs where there is one, pip otherwise.
 UV := $(shell command -v uv)
@@ -36,7 +36,7 @@ $(VENV)/.installed: requirements.txt install_pufferlib.sh pufferlib.patch adapte
 		else $(call room,$(VENV),9) && $(call INSTALL,$(VENV)) "torch==$(TORCH)" && echo "torch $(TORCH), the index's default build"; fi
 	$(call install_rest,$(VENV))
 
-setup-xla: $(VENV_XLA)/.installed  ## make .venv-xla with torch_xla and the torch that it needs (9 GB)
+setup-xla: $(VENV_XLA)/.installed  # make .venv-xla with torch_xla and the torch that it needs (9 GB)
 
 $(VENV_XLA)/.installed: requirements.txt install_pufferlib.sh pufferlib.patch adapters.py
 	$(call make_venv,$(VENV_XLA),13,10, by torch_xla $(TORCH_XLA))
@@ -70,67 +70,61 @@ endef
 # A GPU gets sizes of its own, unless ARGS has a configuration, another environment or sizes.
 OTHERS := --config% --resume% --env-id% --device% --num-envs% --num-steps% --minibatch-size%
 GPU_SIZES = $(if $(shell command -v nvidia-smi),$(if $(filter $(OTHERS),$(ARGS)),,--config benchmark/configs/cuda.yaml))
-train: setup  ## train Breakout with the defaults, or on a GPU with benchmark/configs/cuda.yaml
+train: setup  ## train Breakout; others: make train ARGS="--env-id pong"
 	$(PY) ppo_lstm_puffer.py $(GPU_SIZES) $(ARGS)
 
-train-ddp: setup  ## the same on every GPU, or in two processes on a CPU; restarts by itself: make train-ddp NPROC=4 ARGS="..."
+train-ddp: setup  ## the same on every GPU, or in two processes: NPROC=4
 	$(PY) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(NPROC) --max-restarts=3 ppo_lstm_puffer_ddp.py $(ARGS)
 
-train-xla: setup-xla  ## the same through torch_xla: on the TPU of this host, or without one on XLA's CPU device
+train-xla: setup-xla  ## the same on this host's TPU, or on XLA's CPU device
 	$(VENV_XLA)/bin/python ppo_lstm_puffer_xla.py --device $(if $(TPU),tpu,cpu) $(ARGS)
 
-sweep: setup  ## search hyperparameters: make sweep ARGS="--env-id pong --num-trials 60 --max-cost-seconds 60 --workers 2"
+sweep: setup  ## search hyperparameters: ARGS="--env-id pong --num-trials 60"
 	$(PY) protein_sweep.py $(ARGS)
 
-play: setup  ## play episodes with the newest run: make play ARGS="runs/RUN --deterministic", or ARGS="latest --gif game.gif"
+play: setup  ## play with the newest run: ARGS="latest --gif game.gif"
 	$(PY) tools/play.py $(ARGS)
 
-watch: setup  ## the live dashboard of the newest run, from another terminal: make watch ARGS="runs/RUN"
+watch: setup  ## the dashboard of the newest run, from another terminal
 	$(PY) tools/watch.py $(ARGS)
 
-export: setup  ## the newest run's policy as ONNX, or by the file's ending as .bin or .pt: make export ARGS="latest --out policy.bin"
+export: setup  ## the newest run's policy as ONNX: ARGS="latest --out policy.onnx"
 	$(PY) tools/export.py $(or $(ARGS),latest --out policy.onnx)
 
-repeat: setup  ## run a run again from its folder, and say whether every number is the same to the bit: make repeat RUN=runs/RUN
+repeat: setup  ## a run again: same to the bit? RUN=runs/RUN
 	$(PY) tools/repeat.py $(or $(RUN),latest) $(ARGS)
 
-test: setup  ## run the tests (four to eight minutes on two cores)
+test: setup  ## the tests (four to eight minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
 
-test-xla: setup-xla  ## run the tests of the XLA script, on XLA's CPU device (under 10 minutes on two cores)
+test-xla: setup-xla  # run the tests of the XLA script, on XLA's CPU device (under 10 minutes on two cores)
 	$(VENV_XLA)/bin/python -m pytest tests/xla $(ARGS)
 
-benchmark: setup benchmark-peers  ## measure this kind of CPU's benchmark/reports/cpu-... from nothing (over two hours; interrupted, it says how to go on)
-	$(PY) benchmark/run.py benchmark/plans/cpu.yaml --out auto --fresh $(ARGS); code=$$?; \
-		$(PY) benchmark/report.py auto; exit $$code
+# A plan of benchmark/plans, measured from nothing; the plan's head says what it takes. Interrupted, the command without --fresh goes on.
+PLAN ?= cpu
+OUT = $(or $(if $(filter cpu,$(PLAN)),auto),$(if $(filter quick,$(PLAN)),runs/benchmark-quick),benchmark/reports/$(PLAN))
+benchmark: setup $(if $(filter quick,$(PLAN)),,benchmark-peers)  ## measure a report from nothing: PLAN=quick, memory, ... (cpu)
+	$(PY) benchmark/run.py benchmark/plans/$(PLAN).yaml --out $(OUT) --fresh $(ARGS); code=$$?; \
+		$(PY) benchmark/report.py $(OUT); exit $$code
 
-benchmark-quick: setup  ## a small one in five minutes, in runs/benchmark-quick; with the peers that are installed
-	$(PY) benchmark/run.py benchmark/plans/quick.yaml --out runs/benchmark-quick --fresh $(ARGS); code=$$?; \
-		$(PY) benchmark/report.py runs/benchmark-quick; exit $$code
-
-benchmark-memory: setup benchmark-peers  ## measure benchmark/reports/memory from nothing, a core for each half of the tasks (80 minutes)
-	$(PY) benchmark/run.py benchmark/plans/memory.yaml --out benchmark/reports/memory --fresh --cores 0 --only diagnostic mazes $(ARGS) & \
-		$(PY) benchmark/run.py benchmark/plans/memory.yaml --out benchmark/reports/memory --fresh --cores 1 --only control games $(ARGS); code=$$?; \
-		wait $$! || code=$$?; $(PY) benchmark/report.py benchmark/reports/memory; exit $$code
-
-benchmark-gpu: setup  ## on a machine with a GPU: its tests, speed, Breakout, kernels (about nine minutes)
+benchmark-gpu: setup  # on a machine with a GPU: its tests, speed, Breakout, kernels (about nine minutes)
 	PY=$(PY) bash benchmark/gpu.sh $(ARGS)
 
 PEERS := pufferl sb3 sample_factory protein
 
-benchmark-peers: $(PEERS:%=.peers/%/.installed)  ## make a venv in .peers/ for each program that is compared (about five minutes)
+benchmark-peers: $(PEERS:%=.peers/%/.installed)  # make a venv in .peers/ for each program that is compared (about five minutes)
 
 .peers/%/.installed: benchmark/peers/%.txt benchmark/peers/install.sh install_pufferlib.sh
 	@PYTHON=$(PYTHON) TORCH=$(TORCH) bash benchmark/peers/install.sh $*
 
-report: setup  ## make the reports in benchmark/reports again from their stored JSON
+report: setup  ## redraw benchmark/reports from their stored cells
 	for folder in benchmark/reports/*/cells; do $(PY) benchmark/report.py $$(dirname $$folder) || exit 1; done
 	$(PY) benchmark/credit.py --report
 	$(PY) benchmark/sweep.py --report-only
 
-lint: setup  ## ruff: format check and lint
+lint: setup  # ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .
 
-clean:  ## remove .venv, .venv-xla and caches (not runs/)
+clean:  # remove .venv, .venv-xla and caches (not runs/)
 	rm -rf $(VENV) $(VENV_XLA) .pytest_cache .ruff_cache
