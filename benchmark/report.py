@@ -1,7 +1,6 @@
-"""From the cells that run.py left to report.md and its figures, in the same folder; and a comparison of any two runs.
+"""From the cells that run.py left to report.md and its figures, in the same folder.
 
     python benchmark/report.py benchmark/reports/cpu-bf16      # or auto, as run.py's --out
-    python benchmark/report.py compare A B --out DIR           # each a cell's JSON or a run's folder; makes compare.png
 
 The report says what was measured and nothing else: a group without cells has no section. DIR/notes.md, if there is one,
 is included as "What was tried". Times count from the start of the process, for every program: with imports, compiling.
@@ -25,7 +24,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
 import yaml
-from run import ROOT, from_rows, read_rows, report_folder
+from run import ROOT, report_folder
 
 NAMES = {
     "two_ranks": "ours, two ranks",
@@ -775,37 +774,6 @@ def plot_many(cells: list[dict], path: pathlib.Path):
     save(figure, path)
 
 
-def plot_phases(cells: list[dict], path: pathlib.Path):
-    names = group_by(cells, "name")
-    phases = list(dict.fromkeys(phase for cell in cells for phase in cell["phase_shares"]))
-    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.5 * len(names)))
-    for row, some in enumerate(names.values()):
-        left = 0.0
-        for phase in some[0]["phase_shares"]:
-            share = 100 * float(np.median([cell["phase_shares"].get(phase, 0) for cell in some]))
-            hue = MORE_COLORS[phases.index(phase) % len(MORE_COLORS)]
-            axis.barh(row, share, left=left, color=hue, alpha=0.7, height=0.7)
-            if share > 4:
-                axis.text(
-                    left + share / 2,
-                    row,
-                    f"{phase}\n{share:.0f} %",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                )
-            left += share
-    axis.set(
-        yticks=range(len(names)),
-        yticklabels=[*map(label, names)],
-        xlabel="share of the time, %",
-        xlim=(0, 100),
-    )
-    axis.invert_yaxis()
-    axis.grid(visible=False)
-    save(figure, path)
-
-
 def plot_scaling(cells: list[dict], path: pathlib.Path):
     groups = group_by(cells, "group")
     figure, axes = plt.subplots(1, len(groups), figsize=(4 * len(groups), 3.2), squeeze=False)
@@ -827,7 +795,7 @@ def plot_scaling(cells: list[dict], path: pathlib.Path):
     save(figure, path)
 
 
-# The report, and the comparison ---------------------------------------------------------------------------------------
+# The report ---------------------------------------------------------------------------------------
 
 
 def make_report(folder: pathlib.Path) -> pathlib.Path:
@@ -842,7 +810,6 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         )
     kinds = group_by(cells, "kind")
     learning = [cell for cell in kinds["learning"] if not np.isnan(last_score(cell))]
-    phases = [cell for cell in kinds["speed"] + learning if cell["phase_shares"]]
     scaling = [cell for cell in kinds["scaling"] if cell["sps_steady"]]
     scaling.sort(key=lambda cell: (cell["group"], cell["program"], cell["x"]))
     made = f"`python benchmark/report.py` made this of {len(cells)} runs, a JSON each in [cells](cells)."
@@ -878,9 +845,6 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         section("Learning", f"{published['source']}\n", "learning", plot_many, learning)
     elif learning:
         section("Learning", learning_section(learning), "learning", plot_learning, learning)
-    if phases:
-        text = "In the second half of each run, median over runs.\n"
-        section("The share of each phase", text, "phases", plot_phases, phases)
     if scaling:
         sizes = group_by(scaling, "group", "name", "x_label", "x").items()
         rows = [[*map(str, key), spread_of(some, "sps_steady")] for key, some in sizes]
@@ -903,76 +867,11 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     return folder / "report.md"
 
 
-def load(path: pathlib.Path) -> dict:
-    """A cell's JSON, or a run's folder, as a cell."""
-    try:
-        cell = json.loads(path.read_text()) if path.is_file() else from_rows(read_rows(path)[0])
-        return cell | {"steps": cell["curve"]["step"][-1]}
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise SystemExit(
-            f"error: {path}: neither a cell's JSON nor a run's folder with metrics.jsonl"
-        ) from error
-
-
-def compare(paths: list[pathlib.Path], out: pathlib.Path):
-    """The table goes to stdout, the plot to out/compare.png."""
-    cells = [cell | {"score": last_score(cell)} for cell in map(load, paths)]
-    facts = {
-        "seconds": "duration, s",
-        "steps": "steps",
-        "sps": "steps/s, whole run",
-        "sps_steady": "steps/s, steady",
-    }
-    facts |= {
-        "seconds_to_first_update": "seconds to the first update",
-        "peak_rss_mib": "peak memory, MiB",
-    }
-    facts |= {"score": "score, last three logged"}
-    rows = []
-    for key, what in facts.items():
-        a, b = (np.nan if cell.get(key) is None else cell[key] for cell in cells)
-        rows.append(
-            [what, number(a), number(b), f"{a / b:.2f}" if b and np.isfinite(a / b) else "-"]
-        )
-    print(
-        f"A: {paths[0]}\nB: {paths[1]}\n\n{table(['', 'A', 'B', 'A / B (steps/s: speed-up)'], rows)}"
-    )
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.5))
-    for name, cell, hue in zip("AB", cells, MORE_COLORS[-2:]):
-        seconds, scores = from_start(cell), smooth(cell["curve"]["score"])
-        shown = ~np.isnan(scores)
-        axes[0].plot(
-            np.array(cell["curve"]["step"])[shown] / 1e6, scores[shown], color=hue, label=name
-        )
-        axes[1].plot(seconds[shown], scores[shown], color=hue)
-        axes[2].plot(seconds, np.array(cell["curve"]["sps"], float) / 1000, color=hue)
-    labels = (
-        ("million steps", "mean score"),
-        ("seconds", "mean score"),
-        ("seconds", "thousand steps/s"),
-    )
-    for axis, (x, y) in zip(axes, labels):
-        axis.set(xlabel=x, ylabel=y, ylim=(0, None))
-    axes[0].legend()
-    out.mkdir(parents=True, exist_ok=True)
-    save(figure, out / "compare.png")
-    print(f"plot: {out / 'compare.png'}")
-
-
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    if argv[:1] == ["compare"]:
-        parser.add_argument("runs", nargs=2, type=pathlib.Path)
-        parser.add_argument(
-            "--out", type=pathlib.Path, default=pathlib.Path("."), help="where compare.png goes"
-        )
-        args = parser.parse_args(argv[1:])
-        return compare(args.runs, args.out)
-    parser.add_argument(
-        "folder", type=report_folder, help="what was --out of run.py; or: compare A B"
-    )
+    parser.add_argument("folder", type=report_folder, help="what was --out of run.py")
     print(make_report(parser.parse_args(argv).folder))
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import ROOT, signals_kept
+from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 sys.path.append(str(ROOT / "benchmark/peers"))
@@ -22,7 +22,6 @@ import ablate
 import by_hand
 import ceiling
 import kernels as kernel_table
-import overhead
 import peer
 import report
 import run
@@ -541,7 +540,7 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
         "Hardware, versions, commands",
     ]
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == titles
-    for name in ("speed", "learning", "phases", "scaling"):
+    for name in ("speed", "learning", "scaling"):
         assert f"({name}.png)" in text and (tmp_path / f"{name}.png").stat().st_size > 5000
     rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
     assert "5 times" in rows["steady steps/s against PuffeRL 3.0.0, paired (ours)"]
@@ -581,27 +580,6 @@ def test_report_of_little_says_little(ran, tmp_path):
         report.main([str(tmp_path / "nothing")])
 
 
-def test_compare_takes_cells_and_run_folders(ran, tmp_path, capsys):
-    cell = run.path_of(
-        {"name": "ours", "env_id": "breakout", "seed": 1, "group": "tiny"}, ran / "out"
-    )
-    rows = [
-        {"step": 512 * n, "time": float(n), "sps": 512.0, "env/score": 3.0} for n in range(1, 6)
-    ]
-    rows.append({"step": 2560, "exit_reason": "completed"})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report.main(["compare", str(cell), str(tmp_path), "--out", str(tmp_path / "plot")])
-    output = capsys.readouterr().out
-    assert "| steps | 1,280 | 2,560 | 0.50 |" in output
-    assert (
-        "| duration, s |" in output
-        and "| 512 |" in output.split("steps/s, steady")[1].splitlines()[0]
-    )
-    assert (tmp_path / "plot" / "compare.png").stat().st_size > 5000
-    with pytest.raises(SystemExit, match="neither a cell's JSON nor a run's folder"):
-        report.main(["compare", str(cell), str(tmp_path / "plot")])
-
-
 def test_ceiling_measures_products(tmp_path, monkeypatch):
     monkeypatch.setattr(ceiling, "SHAPES", [(64, 64, 64), (32, 64, 128)])
     monkeypatch.setattr(
@@ -615,13 +593,6 @@ def test_ceiling_measures_products(tmp_path, monkeypatch):
         speeds["bfloat16"] > 0 and speeds["float32"] > 0 for speeds in row["ceiling"].values()
     )
     assert {tuple(product["shape"]) for product in row["products"]} == {(64, 64, 64), (32, 64, 128)}
-
-
-def test_overhead_measures_an_environment_alone_adapted_and_in_training(monkeypatch):
-    monkeypatch.setattr(overhead, "NUM_ENVS", 8)
-    monkeypatch.setattr(overhead, "STEPS", 8)
-    with signals_kept():
-        assert min(overhead.measure("CartPole-v1")) > 0
 
 
 # Ablations: what is taken out is out, and nothing else (`carry` executes the module anew: in tests/test_learning.py, in a process of its own).

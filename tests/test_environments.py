@@ -924,7 +924,7 @@ class Sized(Scripted):
 def test_an_argument_without_a_default_is_asked_for_by_its_flag():
     gym.register("Sized-v0", Sized)
     gym.register("Sized-v1", Sized, kwargs={"size": 3})
-    with pytest.raises(pufferlib.APIUsageError, match="--env.size: the environment needs it"):
+    with pytest.raises(pufferlib.APIUsageError, match=r"--env\.size: the environment needs it"):
         adapters.make("Sized-v0", {}, 1, 0, 1)
     for env_id, kwargs in ("Sized-v0", {"size": 2}), ("Sized-v1", {}):
         adapters.make(env_id, kwargs, 1, 0, 1).close()

@@ -349,7 +349,7 @@ def test_command_works(line, clone):
         "torchrun --standalone --nproc-per-node=3 ppo_lstm_puffer_ddp.py",
         "python protein_sweep.py --workers 0",
         "python protein_sweep.py -- --num-env 512",
-        "python benchmark/report.py compare A",
+        "python benchmark/report.py",
         "python benchmark/lstm.py --repeat-s 3",
         'make train ARGS="--env-idd pong"',
         "make trian",

@@ -70,9 +70,9 @@ def test_packed_statements_are_seen_and_unpacking_a_call_is_none():
 ONE_A_LINE = {"adapters.py", "protein_sweep.py", "ppo_lstm_puffer.py", *DIFFERENT}
 for folder in "tools", "benchmark":
     ONE_A_LINE |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("**/*.py")}
-STILL_TO_DO = """benchmark/allreduce.py benchmark/ceiling.py benchmark/credit.py
+STILL_TO_DO = """benchmark/ceiling.py benchmark/credit.py
     benchmark/kernels.py benchmark/lstm.py benchmark/report.py
-    benchmark/run.py benchmark/scan.py benchmark/tasks.py
+    benchmark/run.py benchmark/tasks.py
     benchmark/peers/peer.py benchmark/peers/pufferl.py benchmark/peers/sample_factory.py
     benchmark/peers/sb3.py"""
 
