@@ -525,14 +525,7 @@ def test_report_has_the_sections_of_what_was_measured(ran, tmp_path):
     (tmp_path / "notes.md").write_text("A thing that lost.")
     report.main([str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
-    titles = [
-        "Targets",
-        "Steps per second",
-        "Learning",
-        "The share of each phase",
-        "Speed against sizes",
-        "Start-up",
-    ]
+    titles = ["Targets", "Steps per second", "Learning", "Speed against sizes", "Start-up"]
     titles += [
         "Share of the matrix-product ceiling",
         "What was tried",
