@@ -341,7 +341,7 @@ RETRY = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=10)  # back i
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path):
-    """With SQLite, two would make the same tables, and take the same trial from the queue."""
+    """Else two would make SQLite's tables, take the same trial, or write the same best.yaml."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -530,10 +530,11 @@ class Sweep:
             RETRY(study, trial)
         else:
             line = f"{trial.value:.5g} in {facts['cost']:.1f} s ({facts['end']})"
-        best = best_of(study, self.args.confirm_seeds)
-        if best:
-            line += f"; best {fresh_mean(best):.5g} (trial {best[0].number})"
-            self.write_best(best)
+        with one_at_a_time(self.folder):
+            best = best_of(study, self.args.confirm_seeds)
+            if best:
+                line += f"; best {fresh_mean(best):.5g} (trial {best[0].number})"
+                self.write_best(best)
         print(f"trial {trial.number}: {line}; {len(counted(study))} of {self.target}", flush=True)
         if self.enough():
             study.stop()
@@ -550,7 +551,7 @@ class Sweep:
 """
         ours = ("seed", "output_dir", "time_limit")
         config = {key: value for key, value in facts["config"].items() if key not in ours}
-        temporary = self.folder / f"best.yaml.{number}.tmp"
+        temporary = self.folder / "best.yaml.tmp"
         temporary.write_text(head + yaml.safe_dump(config, sort_keys=False))
         temporary.replace(self.folder / "best.yaml")
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import wsgiref.util
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import optuna
@@ -453,6 +454,18 @@ def test_a_trial_that_the_database_has_lost_is_no_end_of_the_sweep(toy):
     assert process.returncode == 0, printed
     assert "warning: the database was away" in printed
     assert len(load(toy).get_trials(states=(TrialState.COMPLETE,))) == 4
+
+
+def test_trials_that_end_at_once_write_one_best_yaml(toy, monkeypatch):
+    finish(toy_command("--num-trials", 1), toy)
+    monkeypatch.chdir(toy)
+    sweep = protein_sweep.prepare(toy_command("--num-trials", 1)[2:])
+    (trial,) = sweep.study.trials
+    with ThreadPoolExecutor(4) as pool:
+        ends = [pool.submit(sweep.after_trial, sweep.study, trial) for _ in range(100)]
+    for one in ends:
+        one.result()
+    assert yaml.safe_load((sweep.folder / "best.yaml").read_text())["x"] == trial.params["x"]
 
 
 def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another(toy):
