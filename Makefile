@@ -69,7 +69,7 @@ endef
 
 # A GPU gets sizes of its own, unless ARGS has a configuration, another environment or sizes.
 OTHERS := --config% --resume% --env-id% --device% --num-envs% --num-steps% --minibatch-size%
-GPU_SIZES = $(if $(shell command -v nvidia-smi),$(if $(filter $(OTHERS),$(ARGS)),,--config benchmark/configs/cuda.yaml))
+GPU_SIZES = $(if $(shell command -v nvidia-smi),$(if $(filter $(OTHERS),$(ARGS)),,--config configs/cuda.yaml))
 train: setup  ## train Breakout; others: make train ARGS="--env-id pong"
 	$(PY) ppo_lstm_puffer.py $(GPU_SIZES) $(ARGS)
 

@@ -2,7 +2,7 @@
 
     python protein_sweep.py --env-id breakout --num-trials 60 --max-cost-seconds 60 --workers 2
     python protein_sweep.py --env-id breakout --num-trials 90 ...  # goes on, after Ctrl-C too
-    python protein_sweep.py --env-id pong -- --config benchmark/configs/pong.yaml  # around a preset
+    python protein_sweep.py --env-id pong -- --config configs/pong.yaml  # around a preset
     python protein_sweep.py --script ppo_lstm_puffer_ddp.py --launcher "torchrun --nproc-per-node 2"
     python ppo_lstm_puffer.py --config sweeps/breakout__ppo_lstm_puffer/best.yaml  # what it found
 

@@ -24,7 +24,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = ROOT / ".peers/pufferl/bin/python"
 OURS = (
-    "--env-id environments:FarReward-v0 --num-envs 64 --hidden-size 32 --no-compile --precision float32 "
+    "--env-id envs.probes:FarReward-v0 --num-envs 64 --hidden-size 32 --no-compile --precision float32 "
     "--log-interval 4 --update-epochs 2 --optimizer muon --learning-rate 0.02 --adam-learning-rate 0.001 "
     "--momentum 0.95 --anneal linear --clip-coef 0.2 --vf-clip-coef 0.2 --vf-coef 2 --ent-coef 0.001 "
     "--max-grad-norm 1.5 --prio-alpha 0 --prio-beta0 0.2"

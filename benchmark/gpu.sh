@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PY=${PY:-.venv/bin/python}
 PLAN=${PLAN:-benchmark/plans/gpu.yaml}
-ARGS=${ARGS:---config benchmark/configs/cuda.yaml}
+ARGS=${ARGS:---config configs/cuda.yaml}
 name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')
 OUT=${OUT:-benchmark/reports/gpu-${name:-none}}
 mkdir -p "$OUT"

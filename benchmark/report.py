@@ -42,7 +42,7 @@ COLORS |= {"sample_factory": "#CC79A7"}
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850)}
 SCORES |= {
-    f"environments:{task}-v0": (0.5, 0.95) for task in ("CueRecall", "HiddenStart", "ShownStart")
+    f"envs.probes:{task}-v0": (0.5, 0.95) for task in ("CueRecall", "HiddenStart", "ShownStart")
 }
 # What is promised, by instruction set: the defaults' steady speed by PuffeRL's, that of PuffeRL's sizes, percent of the
 # ceiling, the share of PuffeRL's seconds to a score of 380, seconds to solve Breakout.
@@ -516,7 +516,7 @@ in the row, what others published included.
 
 
 def task_name(env_id: str) -> str:
-    return re.sub(r"-v\d+$", "", env_id.removeprefix("tasks:"))
+    return re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
 
 
 def ranks_section(cells: list[dict]) -> str:

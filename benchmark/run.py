@@ -11,7 +11,7 @@ A plan is a YAML list of groups:
       programs:                # name: what it is (one of PROGRAMS), and what is special about it
         ours: {program: ours}
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
-        preset: {program: ours, args: [--config, "benchmark/configs/{env}.yaml"], seeds: [1]}   # {env}: the environment
+        preset: {program: ours, args: [--config, "configs/{env}.yaml"], seeds: [1]}   # {env}: the environment
         two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run]}
         a recipe: {program: ours, script: recipes/gru.patch}    # the reference with this recipe
       envs: [breakout]

@@ -149,8 +149,7 @@ class Trial:
         self.words = shlex.split(entry["words"])
         self.folder = folder
         self.remarks = [entry["remark"]] if "remark" in entry else []
-        for module in BENCHMARK / "brought.py", ROOT / "examples/atari.py":
-            shutil.copy(module, folder)  # modules of the current folder
+        shutil.copytree(ROOT / "envs", folder / "envs")  # modules of the current folder
 
     def python(self, script: str, *words) -> tuple[int, str, str]:
         command = [python_of(self.entry["package"]), ROOT / script, *words]
@@ -274,7 +273,7 @@ def report(records: list[dict], installs: dict, left_out: dict) -> str:
         "",
         f"    python ppo_lstm_puffer.py --env-id ENVIRONMENT {SIZES}",
         "",
-        f"and {MORE_STEPS} steps more with --resume. `brought:` is benchmark/brought.py, `atari:` examples/atari.py. *Return "
+        f"and {MORE_STEPS} steps more with --resume. *Return "
         "by hand*: an environment is stepped with random actions by its package alone, then with "
         "the same ones through the adapters; the returns and lengths of all episodes were the "
         "same, and the sum of all that was observed. Some environments differ from run to run by "

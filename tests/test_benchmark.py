@@ -212,7 +212,7 @@ def test_tasks_of_the_memory_report_are_flat_and_show_the_last_action():
             env_id
         )
     env = gym.make(
-        "tasks:RepeatPreviousEasy-v0"
+        "envs.memory:RepeatPreviousEasy-v0"
     )  # one of 4 suits, the last action, whether this is the first step
     assert env.reset(seed=1)[0][4:].tolist() == [1, 0, 0, 0, 0, 1] and env.step(2)[0][
         4:
@@ -437,8 +437,10 @@ def test_tasks_are_compared_with_what_others_published(tmp_path):
             hand_made(**curve) | {"env_id": env_id, "name": name} for name, curve in curves.items()
         ]
 
-    runs = cells("tasks:Recall-v0", ours=0.5, sb3=0.1) + cells("tasks:Maze-v0", ours=0.1, sb3=0.4)
-    text = report.tasks_section(runs, {"tasks:Recall-v0": {"GRU": 1.0}})
+    runs = cells("envs.memory:Recall-v0", ours=0.5, sb3=0.1) + cells(
+        "envs.memory:Maze-v0", ours=0.1, sb3=0.4
+    )
+    text = report.tasks_section(runs, {"envs.memory:Recall-v0": {"GRU": 1.0}})
     assert (
         "| task | untrained | ours | RecurrentPPO (SB3-contrib) | GRU | million steps of ours |"
         in text
@@ -451,7 +453,7 @@ def test_tasks_are_compared_with_what_others_published(tmp_path):
         "| ours | 0.375 | - | 1 |" in text
         and "| RecurrentPPO (SB3-contrib) | 0.55 | - | 1 |" in text
     )
-    report.plot_tasks(runs, tmp_path / "tasks.png", {"tasks:Recall-v0": {"GRU": 1.0}})
+    report.plot_tasks(runs, tmp_path / "tasks.png", {"envs.memory:Recall-v0": {"GRU": 1.0}})
     report.plot_many(runs, tmp_path / "learning.png")
     assert {path.name for path in tmp_path.iterdir()} == {"tasks.png", "learning.png"}
 
@@ -460,7 +462,7 @@ def test_tasks_are_compared_by_games_where_the_plan_counts_them():
     def cell(name: str, mean: float, score: list) -> dict:
         curve = {"time": [1, 2], "step": [50_000, 100_000], "score": score}
         games = {"games": 32, "played": {"episodic_return": {"mean": mean}}}
-        return hand_made(**curve) | games | {"env_id": "tasks:Hill-v3", "name": name}
+        return hand_made(**curve) | games | {"env_id": "envs.memory:Hill-v3", "name": name}
 
     runs = [cell("ours", 0.25, [0, 9]), cell("sb3", 0.5, [None, None])]  # no episode ended
     text = report.tasks_section(runs, {})
@@ -707,9 +709,7 @@ def test_the_benchmark_of_a_gpu_runs_through_on_a_cpu_at_tiny_sizes(tmp_path):
         for program in group["programs"].values()
         if "--config" in program.get("args", [])
     }
-    assert (
-        named == {"benchmark/configs/cuda.yaml"} and (ROOT / "benchmark/configs/cuda.yaml").exists()
-    )
+    assert named == {"configs/cuda.yaml"} and (ROOT / "configs/cuda.yaml").exists()
     groups = [tiny(group) for group in groups if group["kind"] != "ceiling"]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(groups))
     environment = os.environ | {"PLAN": str(tmp_path / "plan.yaml"), "OUT": str(tmp_path / "out")}

@@ -13,8 +13,7 @@ import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import ROOT, end_of, newest_run, run_script
-from environments import Episode
+from conftest import end_of, newest_run, run_script
 from gymnasium.spaces import (
     Box,
     Dict,
@@ -32,6 +31,7 @@ from pettingzoo import ParallelEnv
 from pufferlib import adapters
 
 import ppo_lstm_puffer as ppo
+from envs.probes import Episode
 
 UNIT = Box(-1, 1, (1,))
 
@@ -894,9 +894,8 @@ def test_the_wrapper_of_the_docs_does_what_it_says(folder):
         assert envs.reset()[0].shape == (2, 7, 7, 3)
 
 
-def test_atari_a_life_is_an_episode_and_the_score_is_the_games(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    env = gym.make("atari:Atari-v0", game="Breakout", disable_env_checker=True)
+def test_atari_a_life_is_an_episode_and_the_score_is_the_games():
+    env = gym.make("envs.atari:Atari-v0", game="Breakout", disable_env_checker=True)
     lives = 0
     rewards = 0.0
     info = {}

@@ -13,11 +13,11 @@ CARTPOLE = f"""{TRAIN} --env-id cartpole --num-envs 128 --num-steps 16 --minibat
     --ent-coef 0.01""".split()
 RECALL = f"""{TRAIN} --num-envs 32 --num-steps 12 --minibatch-size 192 --gamma 0.95
     --learning-rate 0.03 --ent-coef 0.01 --vf-coef 2"""
-CUE_RECALL = f"{RECALL} --env-id environments:CueRecall-v0 --total-timesteps 50000".split()
+CUE_RECALL = f"{RECALL} --env-id envs.probes:CueRecall-v0 --total-timesteps 50000".split()
 # Nothing shows where an episode begins: one task for the state's reset and for its carry.
-HIDDEN_START = f"{RECALL} --env-id environments:HiddenStart-v0 --total-timesteps 80000".split()
+HIDDEN_START = f"{RECALL} --env-id envs.probes:HiddenStart-v0 --total-timesteps 80000".split()
 # The first action decides the reward 128 steps later: credit goes through two bootstrapped values.
-FAR_REWARD = f"""{TRAIN} --env-id environments:FarReward-v0 --env.shown 128 --num-envs 64
+FAR_REWARD = f"""{TRAIN} --env-id envs.probes:FarReward-v0 --env.shown 128 --num-envs 64
     --num-steps 64 --minibatch-size 1024 --total-timesteps 200000 --gamma 0.999 --gae-lambda 0.95
     --learning-rate 0.02 --adam-learning-rate 0.001 --vf-clip-coef 0.2 --vf-coef 2 --ent-coef 0.001
     --log-interval 4""".split()

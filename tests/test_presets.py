@@ -1,15 +1,11 @@
 """Each preset names an environment that can be made, with arguments and sizes for it."""
 
-import sys
-
 import pytest
 from conftest import ROOT
 
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "examples")]  # tasks:... and atari:...
-
 import ppo_lstm_puffer as ppo
 
-PRESETS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("benchmark/configs/*.yaml")])
+PRESETS = sorted(ROOT.glob("configs/*.yaml"))
 MANY = {"popgym", "control", "gymnasium", "atari", "cuda"}  # for many tasks; for GPUs
 
 

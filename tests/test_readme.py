@@ -39,7 +39,7 @@ README = "\n".join(PAGES.values())
 SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_lstm_puffer*.py"))
 STANDS_FOR = {
     "runs/RUN": "runs/{run}",  # a small finished run
-    "my_module:MyEnv-v0": "environments:CueRecall-v0",
+    "my_module:MyEnv-v0": "envs.probes:CueRecall-v0",
     "my_package.my_game": "parallel_game",
     "<env>__<script>": "breakout__ppo_lstm_puffer",
     "user:password@host/database": "host/database",
@@ -452,9 +452,7 @@ def test_make_train_takes_the_sizes_of_a_gpu_unless_others_are_given(tmp_path, g
     line = subprocess.run(
         words, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
     ).stdout
-    assert ("--config benchmark/configs/cuda.yaml" in line) == sizes and line.rstrip().endswith(
-        given
-    )
+    assert ("--config configs/cuda.yaml" in line) == sizes and line.rstrip().endswith(given)
 
 
 def test_places_to_change_exist():

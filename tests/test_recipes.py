@@ -14,10 +14,11 @@ import pettingzoo
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, SMALL, newest_run, read_metrics, signals_kept
-from environments import Episode
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from parallel_game import ParallelGame
 from torch import nn
+
+from envs.probes import Episode
 
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.patch"))
 # 16 agents x 16 steps, each segment once: its first update is also its last.

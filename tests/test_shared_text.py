@@ -72,7 +72,7 @@ for folder in "tools", "benchmark":
     ONE_A_LINE |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("**/*.py")}
 STILL_TO_DO = """benchmark/ceiling.py benchmark/credit.py
     benchmark/kernels.py benchmark/lstm.py benchmark/report.py
-    benchmark/run.py benchmark/tasks.py
+    benchmark/run.py envs/memory.py
     benchmark/peers/peer.py benchmark/peers/pufferl.py benchmark/peers/sample_factory.py
     benchmark/peers/sb3.py"""
 

@@ -197,7 +197,7 @@ def test_the_default_space_has_the_scripts_arguments_and_their_defaults_and_no_b
     assert content["num_steps"]["max"] <= content["minibatch_size"]["min"]
 
 
-@pytest.mark.parametrize("path", ROOT.glob("benchmark/sweeps/*.yaml"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ROOT.glob("configs/spaces/*.yaml"), ids=lambda path: path.stem)
 def test_each_space_is_of_the_scripts_arguments(path):
     space = parse_space(yaml.safe_load(path.read_text()))
     defaults = protein_sweep.script_defaults(str(SCRIPT))
@@ -459,7 +459,7 @@ def test_a_trial_that_the_database_has_lost_is_no_end_of_the_sweep(toy):
 def test_trials_that_end_at_once_write_one_best_yaml(toy, monkeypatch):
     finish(toy_command("--num-trials", 1), toy)
     monkeypatch.chdir(toy)
-    sweep = protein_sweep.prepare(toy_command("--num-trials", 1)[2:])
+    sweep = protein_sweep.prepare(toy_command("--num-trials", 2)[2:])
     (trial,) = sweep.study.trials
     with ThreadPoolExecutor(4) as pool:
         ends = [pool.submit(sweep.after_trial, sweep.study, trial) for _ in range(100)]

@@ -23,6 +23,8 @@ from typing import Any
 
 import psutil
 
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))  # envs.memory and others
+
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(

@@ -1,7 +1,7 @@
 """PuffeRL 3.0.0, PufferLib's own trainer, through its own API: the peer to beat.
 
     .peers/pufferl/bin/python benchmark/peers/pufferl.py --seed 1 --steps 40_000_000 --folder DIR
-    PYTHONPATH=benchmark .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id tasks:CountRecallEasy-v0 --folder DIR
+    .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id envs.memory:CountRecallEasy-v0 --folder DIR
 
 Every hyperparameter is left as the environment's .ini has it (Breakout: 2 x 1024 environments, segments of 64,
 minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization with torch.compile: 63-72 thousand steps
@@ -23,7 +23,7 @@ import torch
 from peer import Metrics, arguments
 
 NOTE = "Serial with torch.compile, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
-# For a Gymnasium id the sizes of benchmark/configs/popgym.yaml.
+# For a Gymnasium id the sizes of configs/popgym.yaml.
 NUM_ENVS, SIZES = 64, {"minibatch_size": 1024, "update_epochs": 2}
 EMULATED = f"Serial with torch.compile; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 

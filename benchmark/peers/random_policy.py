@@ -1,6 +1,6 @@
 """Actions drawn at random on a Gymnasium id: what a score is without learning.
 
-PYTHONPATH=benchmark python benchmark/peers/random_policy.py --env-id tasks:CartPole-v1 --folder DIR
+python benchmark/peers/random_policy.py --env-id envs.memory:CartPole-v1 --folder DIR
 """
 
 import gymnasium as gym

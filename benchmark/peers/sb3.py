@@ -1,7 +1,7 @@
 """Stable-Baselines3-contrib's RecurrentPPO on PufferLib's C environments and on Gymnasium's.
 
     .peers/sb3/bin/python benchmark/peers/sb3.py --seed 1 --seconds 600 --folder DIR
-    PYTHONPATH=benchmark .peers/sb3/bin/python benchmark/peers/sb3.py --env-id tasks:CountRecallEasy-v0 --folder DIR
+    .peers/sb3/bin/python benchmark/peers/sb3.py --env-id envs.memory:CountRecallEasy-v0 --folder DIR
 
 Hyperparameters are rl-zoo's for recurrent PPO on Atari games, clipped rewards included (ppo_lstm.yml: four epochs,
 2.5e-4 and 0.1 decaying linearly, entropy 0.01), and sb3's own where it names none. Sizes are chosen for speed: rl-zoo's

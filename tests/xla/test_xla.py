@@ -196,7 +196,7 @@ def test_first_update_is_the_references(tmp_path, arguments):
     "arguments",
     [
         ["--env-id", "cartpole", "--learning-rate", "0.05"],
-        ["--env-id", "environments:CueRecall-v0", "--num-workers", "2"],
+        ["--env-id", "envs.probes:CueRecall-v0", "--num-workers", "2"],
         ["--env-id", "environments:TwoDials-v0", "--learning-rate", "0.05"],
         ["--env-id", "environments:Continuous-v0", "--learning-rate", "0.05", "--norm-obs"],
     ],

@@ -2,8 +2,8 @@
 30 steps of nothing at the start of a game, FIRE where a game waits for it, and a life is an episode.
 
     pip install ale-py opencv-python-headless
-    PYTHONPATH=examples python ppo_lstm_puffer.py --config benchmark/configs/atari.yaml
-    PYTHONPATH=examples python tools/play.py latest --env.episodic_life false    # whole games
+    python ppo_lstm_puffer.py --config configs/atari.yaml
+    python tools/play.py latest --env.episodic_life false    # whole games
 
 --env.game Breakout is another. env/episode/r in the log is the score of whole games. Frames are not
 stacked: the LSTM has seen those before.

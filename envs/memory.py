@@ -1,13 +1,13 @@
-"""Tasks that need a memory, as Gymnasium ids for every program of the reports: --env-id tasks:RepeatPreviousEasy-v0
+"""Tasks that need a memory, as Gymnasium ids for every program of the reports: --env-id envs.memory:RepeatPreviousEasy-v0
 
-    PYTHONPATH=benchmark python ppo_lstm_puffer.py --config benchmark/configs/popgym.yaml --env-id tasks:CountRecallEasy-v0
+    python ppo_lstm_puffer.py --config configs/popgym.yaml --env-id envs.memory:CountRecallEasy-v0
 
 POPGym's (Morad et al. 2023) are wrapped as in its paper, by its own wrappers: the last action, and a flag for an episode's
 first step, stand in the observation. MiniGrid's memory environments show the 7 x 7 cells in front of the agent, one-hot by
 its own wrapper, without the mission's text, which is always the same. Each observation is one flat float32 vector.
 
 Gymnasium's CartPole, Pendulum, MountainCarContinuous, HalfCheetah and Hopper lack their velocities here, the usual memory
-variant of control (Ni et al. 2022): --env-id tasks:PendulumNoVel-v1. CliffWalking ends after 500 steps: without a limit a
+variant of control (Ni et al. 2022): --env-id envs.memory:PendulumNoVel-v1. CliffWalking ends after 500 steps: without a limit a
 policy that walks in a circle never ends.
 """
 

@@ -1,7 +1,7 @@
 """Environments that need a wrapper, as docs/environments.md says: an id for a function each.
 
-python ppo_lstm_puffer.py --env-id brought:Grid-v0 --env.name MiniGrid-MemoryS11-v0
-python ppo_lstm_puffer.py --env-id brought        # parallel_env, agents of unlike spaces
+python ppo_lstm_puffer.py --env-id envs.wrapped:Grid-v0 --env.name MiniGrid-MemoryS11-v0
+python ppo_lstm_puffer.py --env-id envs.wrapped        # parallel_env, agents of unlike spaces
 """
 
 import gymnasium as gym
