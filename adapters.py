@@ -455,14 +455,16 @@ def format_value(value) -> str:
 
 
 def module_of(name: str):
-    """The module of this name, None if there is none. An error inside it is its own."""
+    """The module of this name, or that a package has under it, as gymnasium_robotics has
+    mamujoco_v1. None if there is none. An error inside it is its own."""
     if not name or name.startswith("."):
         return None
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
-            return None
+            package, _, attribute = name.rpartition(".")
+            return getattr(module_of(package), attribute, None)
         raise
 
 
