@@ -354,45 +354,37 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
     wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
     beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
-    for _ in range(3):
-        try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=wait, **beat)
-        except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
-            reason = " ".join(str(error).split())[:200]
-            time.sleep(0.5)  # two that make the tables at once: one fails, but not twice
-    raise UsageError(f"--storage: {reason}")
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs=wait, **beat)
+    except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
+        raise UsageError(f"--storage: {' '.join(str(error).split())[:200]}") from None
 
 
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
     """The study, new or as it was left. first: the arguments of its first trial, if it is new."""
     seed = args.seed + os.getpid() * 1000  # lest two processes, or a restart, draw the same
-    pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys}
     same["space"] = str([(one.name, one.distribution) for one in space])
     with one_at_a_time(folder):
-        storage = open_storage(args, folder)
-        options = {"study_name": args.study_name, "storage": storage, "pruner": pruner}
-        options["sampler"] = SAMPLERS[args.sampler](seed=seed)
-        make = partial(optuna.create_study, **options, direction=args.direction)
-        changed = ["all"]
-        try:
-            study = make()
-        except optuna.exceptions.DuplicatedStudyError:
-            study = optuna.load_study(**options)
-            before = study.user_attrs.get("same", same)  # none: it is being made
-            changed = [key for key in same if before[key] != same[key]]
-            running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            if changed and (running or worked(study)):
-                reason = f"exists with another {', '.join(changed)}; take another, or delete it"
-                raise UsageError(f"--study-name {args.study_name}: {reason}") from None
-            if changed:  # so far nothing is lost with it
-                optuna.delete_study(study_name=args.study_name, storage=storage)
-                study = make()
-        if changed:
+        study = optuna.create_study(
+            storage=open_storage(args, folder),
+            study_name=args.study_name,
+            direction=args.direction,
+            sampler=SAMPLERS[args.sampler](seed=seed),
+            pruner=optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10),
+            load_if_exists=True,
+        )
+        before = study.user_attrs.get("same")
+        if before is None:  # it is new
             study.set_user_attr("same", same)
             params = {one.name: one.nearest(first.get(one.argument)) for one in space}
             study.enqueue_trial({name: x for name, x in params.items() if x is not None})
+            before = same
+    changed = [key for key in same if before[key] != same[key]]
+    if changed:
+        reason = f"exists with another {', '.join(changed)}; take another, or delete it"
+        raise UsageError(f"--study-name {args.study_name}: {reason}")
     ask = study.ask
 
     def ask_alone() -> optuna.Trial:
@@ -473,8 +465,12 @@ class Sweep:
         for signum in signal.SIGINT, signal.SIGTERM:
             signal.signal(signum, self.stop)
         print(f"{self.folder}: {len(counted(self.study))} of {self.target} trials")
-        while not self.enough():
-            self.optimize()
+        try:
+            while not self.enough():
+                self.optimize()
+        except UsageError:  # the very first trial was refused: nothing is lost with the study
+            optuna.delete_study(study_name=self.args.study_name, storage=self.study._storage)
+            raise
         while not self.stopping and self.trials_in(TrialState.RUNNING):  # elsewhere, or of the dead
             optuna.storages.fail_stale_trials(self.study)
             time.sleep(1)
