@@ -71,6 +71,7 @@ class Script:
     script = "ppo_lstm_puffer.py"
     words = f"--env-id cartpole {SIZES}"
     victims = (("script", ANY),)  # and the signals that they get
+    time = 2.0  # most seconds that it trains
     traceback = r"Traceback \(most recent call last\)"  # one of ours
 
     def __init__(self, work: Path):
@@ -114,7 +115,7 @@ class Script:
         return [psutil.Process(self.process.pid)]
 
     def fault(self, rng: random.Random) -> dict:
-        """Starts it and kills it, while it starts or in the first two seconds of training."""
+        """Starts it and kills it, while it starts or trains."""
         target, signals = rng.choice(self.victims)
         signum = rng.choice(signals)
         record = {"target": target, "signal": Signals(signum).name}
@@ -125,7 +126,7 @@ class Script:
             else:
                 wait_until(lambda: self.trains() or self.over())
                 self.startup = time.time() - self.began
-                time.sleep(2 * rng.random())
+                time.sleep(self.time * rng.random())
             wait_until(lambda: self.over() or bool(self.processes(target)))
             record["trains"] = self.trains()
             self.runs = len(self.steps())
@@ -236,13 +237,14 @@ class Sweep(Script):
     """A sweep with two workers. `step` is the number of complete trials."""
 
     victims = (("sweep", ANY),)
+    time = 20.0
     complete = frozenset()  # their numbers and values
 
     def command(self) -> list[str]:
         (self.work / "space.yaml").write_text("gamma: [0.9, 0.99]\nmomentum: [0.8, 0.9]\n")
         words = f"--script {ROOT}/ppo_lstm_puffer.py --env-id cartpole --space space.yaml "
         words += "--workers 2 --num-trials 100000 --max-cost-seconds 60 "
-        words += f"-- {SIZES} --total-timesteps 32768"
+        words += f"-- {SIZES} --total-timesteps 8192"
         return [str(ROOT / "protein_sweep.py"), *words.split()]
 
     def trains(self) -> bool:
