@@ -274,6 +274,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, help="kills of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of victims, signals and moments")
     args = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as work:
         for kind in args.kinds:
