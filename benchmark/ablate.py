@@ -1,30 +1,22 @@
 """The reference script with one part of the algorithm taken out: what is that part worth?
 
-    python benchmark/ablate.py --without reset --env-id breakout --seed 1    # the rest goes to ppo_lstm_puffer.py
+    python benchmark/ablate.py --without reset --env-id breakout    # the rest is the script's
     python benchmark/run.py benchmark/plans/ablations.yaml --out benchmark/reports/ablations
 
-reset: the LSTM's state runs on across the ends of episodes, in rollout and in training
-carry: it is set to zero at the start of every segment, in rollout and in training
-bootstrap: the advantage of a segment's last step is 0, as in PuffeRL: no value of the observation after the segment
-vtrace: advantages take the ratio as 1 (generalized advantage estimation); values are still the newest
-rho: advantages have no rho of their own step, whose ratio the loss multiplies them by too; the values' targets keep it
-weights: the importance weights of the draw are in the policy's loss alone
-batch_statistics: that, and advantages are normalized by the minibatch's mean and deviation
-
-What a flag takes out needs no help from here: --prio-alpha 0, --optimizer adam, --precision float32.
+What a flag takes out needs no help: --prio-alpha 0, --optimizer adam, --precision float32.
 """
 
-import pathlib
 import sys
+from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo_lstm_puffer as ppo
 
 
 def without_reset():
+    """The LSTM's state runs on across the ends of episodes, in rollout and in training."""
     forward = ppo.lstm_forward
 
     def lstm_forward(x, h, c, dones, *rest):
@@ -34,7 +26,8 @@ def without_reset():
 
 
 def without_carry():
-    source = pathlib.Path(ppo.__file__).read_text()
+    """It is set to zero at the start of every segment, in rollout and in training."""
+    source = Path(ppo.__file__).read_text()
     for state in "h", "c":
         line = f"start_{state}.copy_({state})"
         assert source.count(line) == 1, f"the script no longer has: {line}"
@@ -43,17 +36,18 @@ def without_carry():
 
 
 def without_bootstrap():
+    """The advantage of a segment's last step is 0, as in PuffeRL: what follows it is not valued."""
     compute = ppo.compute_advantages
 
     def compute_advantages(values, rewards, dones, valid, *rest):
-        return compute(
-            values, rewards, dones, torch.cat((valid[:-1], torch.zeros_like(valid[:1]))), *rest
-        )
+        all_but_last = torch.cat((valid[:-1], torch.zeros_like(valid[:1])))
+        return compute(values, rewards, dones, all_but_last, *rest)
 
     ppo.compute_advantages = compute_advantages
 
 
 def without_vtrace():
+    """Advantages take the ratio as 1 (generalized advantage estimation); values are the newest."""
     compute = ppo.compute_advantages
 
     def compute_advantages(values, rewards, dones, valid, ratio, *rest):
@@ -70,6 +64,8 @@ def normalized(advantages, counted):
 
 
 def without_rho():
+    """Advantages have no rho of their own step, whose ratio the loss multiplies them by too; the
+    values' targets keep it."""
     draw = ppo.draw_minibatch
 
     def draw_minibatch(values, rewards, dones, valid, *rest):
@@ -84,6 +80,7 @@ def without_rho():
 
 
 def without_weights():
+    """The importance weights of the draw are in the policy's loss alone."""
     draw = ppo.draw_minibatch
 
     def draw_minibatch(*inputs):
@@ -97,6 +94,7 @@ def without_weights():
 
 
 def without_batch_statistics():
+    """That, and advantages are normalized by the minibatch's mean and deviation."""
     draw = ppo.draw_minibatch
 
     def draw_minibatch(*inputs):

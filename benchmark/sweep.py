@@ -1,278 +1,213 @@
-"""Compares hyperparameter samplers on three synthetic problems whose trials cost something; makes benchmark/reports/sweep/.
+"""Compares hyperparameter samplers on three synthetic problems; makes benchmark/reports/sweep/.
 
-    python benchmark/sweep.py                                # runs what is missing, then writes report.md and its figures
-    python benchmark/sweep.py --methods gp tpe --problems wide --seeds 3 --out DIR
+    python benchmark/sweep.py                                # what is missing, then the report
+    python benchmark/sweep.py --methods gp tpe --problems wide --seeds 20
     python benchmark/sweep.py --report-only
 
-A problem has a space, a cost and a learning curve. u(x) is a hyperparameter x as 0 to 1 on its own scale (logarithmic, ...); t is the step
-at which the curve is read, T = total_timesteps; a trial is stopped at the problem's largest cost, and counts with what it reached.
-
-smooth (4 hyperparameters, no noise). Cost: T / (20000 sqrt(num_envs / 512)) seconds, 600 at most.
-    Score: 100 S (1 - exp(-t / tau)), S = exp(-((u(lr) - 0.6) / 0.25)^2 / 2 - ((u(gamma) - 0.7) / 0.3)^2 / 2),
-    tau = 3e6 (num_envs / 512)^0.6 exp(((u(lr) - 0.75) / 0.3)^2): more environments are faster but learn less from a step.
-wide (10 hyperparameters, noise). Cost: T / (30000 (minibatch / 4096)^0.3), 300 at most.
-    Score: 100 S h(t) (0.8 + 0.2 t / T), S = exp(-sum_i w_i (u_i - o_i)^2 / 2) over eight of them with w = (12, 8, 6, 4, 2, 1, 0, 0),
-    h(t) = (t / tau)^2 / (1 + (t / tau)^2), tau = 2e6 exp(u(minibatch)); the last factor is an annealed learning rate's gain at the end.
-    Noise: each run's factor h is off by a normal of 5 %, each line by one of 1 point.
-ridge (6 hyperparameters, noise, failures). Cost: T / 40000, 300 at most. What matters is the effective rate e = lr / (1 - momentum): above
-    1.2 (max_grad_norm)^-0.5 the run diverges after a tenth of its cost, a failure. The best e is 0.4, near the cliff. Nothing is learned
-    for a while, then all at once: score 100 S (0.85 + 0.15 t / T) / (1 + exp(-6 (t / tau - 1))), tau = 4e6 (1 + 2 |log10(e / 0.4)|),
-    S = exp(-2 log10(e / 0.4)^2 - ((u(gamma) - 0.5) / 0.3)^2 / 2 - ((u(ent) - 0.4) / 0.35)^2 / 2). Noise: tau is off by 10 %, each line by 2 points.
-
-Every method gets 60 trials, one after another, and begins with the middle of the space. A trial's score is its last line's.
-PufferLib's Protein is told points of the curve besides. A failure costs what it cost, and is told as one: to Optuna's as protein_sweep.py
-does, as the worst score so far; to PufferLib's, which takes it for a success, with the score 0.
+A problem has a space, a cost, and a learning curve whose end is a trial's score. A trial is stopped
+at the problem's largest cost, and counts with what it reached. Every method gets 60 trials, one
+after another, and begins with the middle of the space. A failure costs what it cost, and is told as
+one: to Optuna's samplers as protein_sweep.py does, as the worst score so far; to PufferLib's, which
+takes it for a success, with the score 0.
 """
 
 import argparse
 import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import matplotlib.pyplot as plt
 import numpy as np
 import optuna
 import scipy.stats
+import yaml
 
-from protein_sweep import SAMPLERS, parse_space
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from protein_sweep import SAMPLERS, Parameter, parse_space
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "benchmark/reports/sweep"
 PEER = ROOT / ".peers/protein/bin/python"
 TRIALS = 60
-NAMES = {
-    "gp": "Optuna's GP (the default)",
-    "tpe": "Optuna's TPE",
-    "random": "random",
-    "pufferlib": "PufferLib's Protein",
-    "protein": "our own sampler of before",
-    "gp, failures dropped": "Optuna's GP, not told of failures",
+POINTS = 5  # of a curve
+METHODS = {  # their name and color
+    "gp": ("Optuna's GP (the default)", "#0072B2"),
+    "tpe": ("Optuna's TPE", "#009E73"),
+    "random": ("random", "#999999"),
+    "pufferlib": ("PufferLib's Protein", "#D55E00"),
+    "protein": ("our own sampler of before", "#CC79A7"),
+    "gp, failures dropped": ("Optuna's GP, not told of failures", "#56B4E9"),
 }
-RUN = ("gp", "tpe", "random", "pufferlib")  # the others are only stored
-COLORS = ("#0072B2", "#009E73", "#999999", "#D55E00", "#CC79A7", "#56B4E9")
+STORED_ONLY = ("protein", "gp, failures dropped")
 
 
-# Problems -----------------------------------------------------------------------------------------------------------------
+# Problems -----------------------------------------------------------------------------------------
 
 
-def log(low: float, high: float) -> dict:
-    return {"distribution": "log_normal", "min": low, "max": high}
+def unit(one: Parameter, argument: float) -> float:
+    """Where an argument is between its ends, 0 to 1, on its own scale."""
+    scale = one.distribution
+    points = [one.to_scale(argument), scale.low, scale.high]
+    value, low, high = np.log(points) if scale.log else points
+    share = (value - low) / (high - low)
+    return 1 - share if one.name.startswith("1 - ") else share
 
 
-def logit(low: float, high: float) -> dict:
-    return {"distribution": "logit_normal", "min": low, "max": high}
-
-
-def pow2(low: int, high: int) -> dict:
-    return {"distribution": "uniform_pow2", "min": low, "max": high}
-
-
-def uniform(low: float, high: float) -> dict:
-    return {"distribution": "uniform", "min": low, "max": high}
+def middle(one: Parameter) -> float:
+    """What the study has there."""
+    scale = one.distribution
+    value = (scale.low * scale.high) ** 0.5 if scale.log else (scale.low + scale.high) / 2
+    return round(value) if isinstance(scale, optuna.distributions.IntDistribution) else value
 
 
 @dataclass
 class Problem:
-    """`quality(arguments, u, rng)` returns steps per second, score(t, progress) without the noise of lines, that noise, and whether it fails.
+    """`quality(a, u, luck)` returns steps per second, the score after t steps without the noise of
+    a line, and whether the run fails.
 
-    u: argument -> 0 to 1. rng: None for the truth, the score without any noise.
+    a: the arguments. u: the same as 0 to 1, each on its own scale. luck: the run's, 0 for the truth
     """
 
-    name: str
-    content: dict
-    max_cost: float
     quality: Callable
+    max_cost: float
+    noise: float  # of a line
+    content: str
 
     def __post_init__(self):
+        self.content = yaml.safe_load(self.content)
         self.space = parse_space(self.content)
-
-    def unit(self, arguments: dict) -> dict[str, float]:
-        """0 to 1, growing with the argument, on its own scale."""
-        result = {}
-        for parameter in self.space:
-            scale = parameter.distribution
-            value = parameter.to_scale(arguments[parameter.argument])
-            ends = np.array([scale.low, scale.high, value], float)
-            low, high, value = np.log(ends) if scale.log else ends
-            u = (value - low) / (high - low)
-            result[parameter.argument] = 1 - u if parameter.name.startswith("1 - ") else u
-        return result
-
-    def params(self, x: np.ndarray) -> dict:
-        """The study's parameters at x, each coordinate 0 to 1."""
-        params = {}
-        for parameter, u in zip(self.space, x, strict=True):
-            scale = parameter.distribution
-            low, high = np.log([scale.low, scale.high]) if scale.log else (scale.low, scale.high)
-            value = low + u * (high - low)
-            value = np.exp(value) if scale.log else value
-            whole = isinstance(scale, optuna.distributions.IntDistribution)
-            value = round(value) if whole else float(np.clip(value, scale.low, scale.high))
-            params[parameter.name] = value
-        return params
+        self.middle = {one.name: middle(one) for one in self.space}
 
     def arguments(self, params: dict) -> dict:
         return {one.argument: one.to_argument(params[one.name]) for one in self.space}
 
-    def run(
-        self, arguments: dict, rng: np.random.Generator | None = None, points: int = 5
-    ) -> tuple[list, bool]:
-        """The points [progress, cost, score] of a run's curve, and whether it failed. Without rng: the truth."""
-        sps, score, noise, fails = self.quality(arguments, self.unit(arguments), rng)
-        total = arguments["total_timesteps"] / sps
-        end = min(total, self.max_cost)
+    def run(self, arguments: dict, rng: np.random.Generator | None) -> tuple[np.ndarray, bool]:
+        """Rows of share of the steps, cost, score, and whether it failed. None: the truth."""
+        u = {one.argument: unit(one, arguments[one.argument]) for one in self.space}
+        luck = rng.standard_normal() if rng else 0.0
+        sps, score, fails = self.quality(arguments, u, luck)
+        steps = arguments["total_timesteps"]
+        cost = steps / sps
+        end = min(cost, self.max_cost)
         if fails:
-            return [[0.1 * end / total, 0.1 * end, 0.0]], True
-        shares = end / total * np.arange(1, points + 1) / points
-        lines = [[p, p * total, float(score(p * arguments["total_timesteps"], p))] for p in shares]
-        if rng is not None:
-            lines = [
-                [p, cost, value + noise * float(rng.standard_normal())] for p, cost, value in lines
-            ]
-        return lines, False
+            return np.array([[0.1 * end / cost, 0.1 * end, 0.0]]), True
+        shares = end / cost * np.arange(1, POINTS + 1) / POINTS
+        scores = score(shares * steps)
+        if rng:
+            scores = scores + self.noise * rng.standard_normal(POINTS)
+        return np.column_stack((shares, shares * cost, scores)), False
 
     def truth(self, arguments: dict) -> float:
-        curve, failed = self.run(arguments, points=1)
-        return 0.0 if failed else curve[-1][2]
-
-    def optimum(self, cost: float) -> float:
-        """The best true score of a trial that ends at a cost of at most `cost`: random search, then hill climbing."""
-        rng = np.random.default_rng(0)
-
-        def value(x):
-            arguments = self.arguments(self.params(x))
-            curve, failed = self.run(arguments, points=1)
-            return 0.0 if failed or curve[-1][1] > cost * 1.0001 else curve[-1][2]
-
-        points = list(rng.random((3000, len(self.space))))
-        tops = sorted(((value(x), tuple(x)) for x in points), reverse=True)[:3]
-        best = 0.0
-        for top, x in tops:
-            x = np.array(x)
-            size = 0.2
-            for _ in range(1500):
-                other = np.clip(
-                    x + size * rng.standard_normal(len(x)) * (rng.random(len(x)) < 0.4), 0, 1
-                )
-                if (found := value(other)) > top:
-                    x = other
-                    top = found
-                    size *= 1.5
-                else:
-                    size = max(size * 0.97, 1e-3)
-            best = max(best, top)
-        return best
+        """The score without any noise, 0 of a failure."""
+        return self.run(arguments, None)[0][-1, 2]
 
 
-def smooth(arguments, u, rng):
-    sps = 20_000 * (arguments["num_envs"] / 512) ** 0.5
-    S = np.exp(
-        -(((u["learning_rate"] - 0.6) / 0.25) ** 2) / 2 - ((u["gamma"] - 0.7) / 0.3) ** 2 / 2
-    )
-    tau = (
-        3e6
-        * (arguments["num_envs"] / 512) ** 0.6
-        * np.exp(((u["learning_rate"] - 0.75) / 0.3) ** 2)
-    )
-    return sps, lambda t, progress: 100 * S * (1 - np.exp(-t / tau)), 0.0, False
+def bell(x: float, best: float, width: float) -> float:
+    return np.exp(-(((x - best) / width) ** 2) / 2)
 
 
-WIDE = {  # hyperparameter: (weight, optimum)
-    "learning_rate": (12, 0.62), "gamma": (8, 0.35), "ent_coef": (6, 0.7), "clip_coef": (4, 0.3), "gae_lambda": (2, 0.8),
-    "vf_coef": (1, 0.4), "prio_alpha": (0, 0.5), "max_grad_norm": (0, 0.5),
-}  # fmt: skip
+def smooth(a: dict, u: dict, luck: float) -> tuple:
+    """No noise. More environments are faster but learn less from a step."""
+    envs = a["num_envs"] / 512
+    best = bell(u["learning_rate"], 0.6, 0.25) * bell(u["gamma"], 0.7, 0.3)
+    tau = 3e6 * envs**0.6 * np.exp(((u["learning_rate"] - 0.75) / 0.3) ** 2)
+    return 20_000 * envs**0.5, lambda t: 100 * best * (1 - np.exp(-t / tau)), False
 
 
-def wide(arguments, u, rng):
-    sps = 30_000 * (arguments["minibatch_size"] / 4096) ** 0.3
-    S = np.exp(-sum(weight * (u[name] - best) ** 2 for name, (weight, best) in WIDE.items()) / 2)
+def wide(a: dict, u: dict, luck: float) -> tuple:
+    """Many hyperparameters; an annealed learning rate's gain at the end; runs differ by 5 %."""
+    names = ("learning_rate", "gamma", "ent_coef", "clip_coef", "gae_lambda", "vf_coef")
+    places = (0.62, 0.35, 0.7, 0.3, 0.8, 0.4)
+    weights = (12, 8, 6, 4, 2, 1)  # prio_alpha and max_grad_norm do not matter
+    far = sum(w * (u[name] - place) ** 2 for name, place, w in zip(names, places, weights))
+    best = np.exp(-far / 2) * (1 + 0.05 * luck)
     tau = 2e6 * np.exp(u["minibatch_size"])
-    luck = 1 + 0.05 * rng.standard_normal() if rng is not None else 1.0
 
-    def score(t, progress):
-        return 100 * S * luck * (t / tau) ** 2 / (1 + (t / tau) ** 2) * (0.8 + 0.2 * progress)
+    def score(t: np.ndarray) -> np.ndarray:
+        learned = (t / tau) ** 2 / (1 + (t / tau) ** 2)
+        return 100 * best * learned * (0.8 + 0.2 * t / a["total_timesteps"])
 
-    return sps, score, 1.0, False
-
-
-def ridge(arguments, u, rng):
-    effective = arguments["learning_rate"] / (1 - arguments["momentum"])
-    off = np.log10(effective / 0.4)
-    S = np.exp(
-        -2 * off**2 - ((u["gamma"] - 0.5) / 0.3) ** 2 / 2 - ((u["ent_coef"] - 0.4) / 0.35) ** 2 / 2
-    )
-    luck = np.exp(0.1 * rng.standard_normal()) if rng is not None else 1.0
-    tau = 4e6 * (1 + 2 * abs(off)) * luck
-
-    def score(t, progress):
-        return 100 * S * (0.85 + 0.15 * progress) / (1 + np.exp(-6 * (t / tau - 1)))
-
-    return 40_000, score, 2.0, effective > 1.2 * arguments["max_grad_norm"] ** -0.5
+    return 30_000 * (a["minibatch_size"] / 4096) ** 0.3, score, False
 
 
+def ridge(a: dict, u: dict, luck: float) -> tuple:
+    """What matters is lr / (1 - momentum), best at 0.4, near the cliff behind which a run diverges.
+
+    That is a failure after a tenth of the cost. Nothing is learned for a while, which differs by
+    10 % from run to run, then all at once.
+    """
+    rate = a["learning_rate"] / (1 - a["momentum"])
+    off = np.log10(rate / 0.4)
+    best = np.exp(-2 * off**2) * bell(u["gamma"], 0.5, 0.3) * bell(u["ent_coef"], 0.4, 0.35)
+    tau = 4e6 * (1 + 2 * abs(off)) * np.exp(0.1 * luck)
+
+    def score(t: np.ndarray) -> np.ndarray:
+        learned = 1 / (1 + np.exp(-6 * (t / tau - 1)))
+        return 100 * best * learned * (0.85 + 0.15 * t / a["total_timesteps"])
+
+    return 40_000, score, rate > 1.2 * a["max_grad_norm"] ** -0.5
+
+
+SMOOTH_SPACE = """
+learning_rate: {distribution: log_normal, min: 0.0001, max: 0.1}
+gamma: {distribution: logit_normal, min: 0.9, max: 0.999}
+num_envs: {distribution: uniform_pow2, min: 64, max: 4096}
+total_timesteps: {distribution: log_normal, min: 100_000, max: 100_000_000}
+"""
+WIDE_SPACE = """
+learning_rate: {distribution: log_normal, min: 0.0001, max: 0.1}
+gamma: {distribution: logit_normal, min: 0.9, max: 0.9995}
+ent_coef: {distribution: log_normal, min: 0.0001, max: 0.1}
+clip_coef: {distribution: uniform, min: 0.05, max: 0.5}
+gae_lambda: {distribution: logit_normal, min: 0.6, max: 0.99}
+vf_coef: {distribution: log_normal, min: 0.1, max: 10.0}
+prio_alpha: {distribution: uniform, min: 0.0, max: 1.0}
+max_grad_norm: {distribution: log_normal, min: 0.1, max: 10.0}
+minibatch_size: {distribution: uniform_pow2, min: 1024, max: 32768}
+total_timesteps: {distribution: log_normal, min: 300_000, max: 50_000_000}
+"""
+RIDGE_SPACE = """
+learning_rate: {distribution: log_normal, min: 0.001, max: 1.0}
+momentum: {distribution: logit_normal, min: 0.5, max: 0.99}
+max_grad_norm: {distribution: log_normal, min: 0.1, max: 10.0}
+gamma: {distribution: logit_normal, min: 0.9, max: 0.999}
+ent_coef: {distribution: log_normal, min: 0.0001, max: 0.1}
+total_timesteps: {distribution: log_normal, min: 500_000, max: 50_000_000}
+"""
 PROBLEMS = {
-    problem.name: problem
-    for problem in (
-        Problem(
-            "smooth",
-            {"learning_rate": log(1e-4, 1e-1), "gamma": logit(0.9, 0.999), "num_envs": pow2(64, 4096), "total_timesteps": log(100_000, 100_000_000)},
-            600.0,
-            smooth,
-        ),
-        Problem(
-            "wide",
-            {
-                "learning_rate": log(1e-4, 1e-1), "gamma": logit(0.9, 0.9995), "ent_coef": log(1e-4, 1e-1), "clip_coef": uniform(0.05, 0.5),
-                "gae_lambda": logit(0.6, 0.99), "vf_coef": log(0.1, 10.0), "prio_alpha": uniform(0.0, 1.0), "max_grad_norm": log(0.1, 10.0),
-                "minibatch_size": pow2(1024, 32768), "total_timesteps": log(300_000, 50_000_000),
-            },
-            300.0,
-            wide,
-        ),
-        Problem(
-            "ridge",
-            {
-                "learning_rate": log(1e-3, 1.0), "momentum": logit(0.5, 0.99), "max_grad_norm": log(0.1, 10.0), "gamma": logit(0.9, 0.999),
-                "ent_coef": log(1e-4, 1e-1), "total_timesteps": log(500_000, 50_000_000),
-            },
-            300.0,
-            ridge,
-        ),
-    )
-}  # fmt: skip
+    "smooth": Problem(smooth, 600.0, 0.0, SMOOTH_SPACE),
+    "wide": Problem(wide, 300.0, 1.0, WIDE_SPACE),
+    "ridge": Problem(ridge, 300.0, 2.0, RIDGE_SPACE),
+}
 
 
-# Methods ------------------------------------------------------------------------------------------------------------------
+# Methods ------------------------------------------------------------------------------------------
 
 
 class Optuna:
-    """A sampler as protein_sweep.py uses it: ask, tell."""
+    """A sampler as protein_sweep.py uses it."""
 
     def __init__(self, problem: Problem, method: str, seed: int):
         self.problem = problem
         self.study = optuna.create_study(direction="maximize", sampler=SAMPLERS[method](seed=seed))
-        self.study.enqueue_trial(problem.params(np.full(len(problem.space), 0.5)))
+        self.study.enqueue_trial(problem.middle)
         self.distributions = {one.name: one.distribution for one in problem.space}
         self.scores = []
 
-    def suggest(self) -> tuple[dict, float]:
-        start = time.perf_counter()
+    def suggest(self) -> dict:
         self.trial = self.study.ask(self.distributions)
-        return self.problem.arguments(self.trial.params), time.perf_counter() - start
+        return self.problem.arguments(self.trial.params)
 
-    def observe(self, arguments: dict, curve: list, failed: bool):
+    def observe(self, arguments: dict, curve: np.ndarray, failed: bool):
         if not failed:
-            self.scores.append(curve[-1][2])
+            self.scores.append(curve[-1, 2])
             self.study.tell(self.trial, self.scores[-1])
         elif self.scores:
             self.study.tell(self.trial, min(self.scores))
@@ -288,16 +223,15 @@ class PufferLib:
 
     def __init__(self, problem: Problem, method: str, seed: int):
         self.problem = problem
-        middle = problem.arguments(problem.params(np.full(len(problem.space), 0.5)))
-        space = {
-            name: entry
-            | {"mean": middle[name], "scale": "time" if name == "total_timesteps" else "auto"}
-            for name, entry in problem.content.items()
-        }
-        self.process = subprocess.Popen(
-            [PEER, ROOT / "benchmark/peers/protein.py"], env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT / ".peers",
-        )  # fmt: skip
+        middle = problem.arguments(problem.middle)
+        space = {}
+        for name, entry in problem.content.items():
+            scale = "time" if name == "total_timesteps" else "auto"
+            space[name] = entry | {"mean": middle[name], "scale": scale}
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        options |= {"stderr": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+        command = [PEER, ROOT / "benchmark/peers/protein.py"]
+        self.process = subprocess.Popen(command, cwd=ROOT / ".peers", **options)
         self.send({"space": space, "max_cost": problem.max_cost, "seed": seed})
 
     def send(self, message: dict) -> dict:
@@ -305,216 +239,184 @@ class PufferLib:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def suggest(self) -> tuple[dict, float]:
-        answer = self.send({"suggest": True})
-        whole = {
-            name for name, entry in self.problem.content.items() if isinstance(entry["min"], int)
-        }
-        return {
-            name: round(value) if name in whole else value
-            for name, value in answer["params"].items()
-        }, answer["seconds"]
+    def suggest(self) -> dict:
+        arguments = self.send({"suggest": True})
+        for name, entry in self.problem.content.items():
+            if isinstance(entry["min"], int):
+                arguments[name] = round(arguments[name])
+        return arguments
 
-    def observe(self, arguments: dict, curve: list, failed: bool):
+    def observe(self, arguments: dict, curve: np.ndarray, failed: bool):
         """Each point is told as a run with as many steps in all, as PufferLib's own sweep does."""
-        for progress, cost, score in curve:
-            steps = {"total_timesteps": max(1, round(progress * arguments["total_timesteps"]))}
-            self.send(
-                {"observe": arguments | steps, "score": score, "cost": cost, "failure": failed}
-            )
+        for share, cost, score in curve.tolist():
+            steps = {"total_timesteps": max(1, round(share * arguments["total_timesteps"]))}
+            run = {"score": score, "cost": cost, "failure": failed}
+            self.send({"observe": arguments | steps} | run)
 
     def close(self):
-        self.process.stdin.close()
+        self.process.stdin.close()  # at which it ends
         self.process.wait()
 
 
-def run(problem: Problem, method: str, seed: int, trials: int) -> dict:
-    """One study: of each trial its cost, observed and true score (null: failed), and the seconds its suggestion took."""
+STORED = ("cost", "score", "truth", "seconds")
+
+
+def run(name: str, method: str, seed: int) -> dict:
+    """A study: of each trial its cost, its score, the true one, and the seconds to suggest it. The
+    scores of a failure are null."""
+    problem = PROBLEMS[name]
     rng = np.random.default_rng([seed, 7])
     study = (PufferLib if method == "pufferlib" else Optuna)(problem, method, seed)
-    columns = {"cost": [], "score": [], "truth": [], "seconds": []}
-    try:
-        for _ in range(trials):
-            arguments, seconds = study.suggest()
-            curve, failed = problem.run(arguments, rng)
-            study.observe(arguments, curve, failed)
-            row = (
-                curve[-1][1],
-                None if failed else curve[-1][2],
-                None if failed else problem.truth(arguments),
-                seconds,
-            )
-            for column, value in zip(columns.values(), row):
-                column.append(None if value is None else float(f"{value:.5g}"))
-    finally:
-        study.close()
-    return {"method": method, "problem": problem.name, "seed": seed, **columns}
+    columns = {column: [] for column in STORED}
+    for _ in range(TRIALS):
+        start = time.perf_counter()
+        arguments = study.suggest()
+        seconds = time.perf_counter() - start
+        curve, failed = problem.run(arguments, rng)
+        study.observe(arguments, curve, failed)
+        _, cost, score = curve[-1]
+        row = (cost, score, problem.truth(arguments), seconds)
+        for column, value in zip(STORED, row):
+            nothing = failed and column in ("score", "truth")
+            columns[column].append(None if nothing else float(f"{value:.5g}"))
+    study.close()
+    return {"method": method, "problem": name, "seed": seed, **columns}
 
 
-# Numbers ------------------------------------------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------------------------------------
 
+BUDGET = 12  # of the largest cost: what the columns "at equal cost" have spent
 LEVELS = 40  # costs between a hundredth of the largest and the largest, evenly in logarithms
 
 
-def regret(cell: dict, problem: Problem, optimum: float) -> np.ndarray:
-    """After each trial: the optimum minus the true score of the trial whose observed score is the best so far."""
-    scores = np.array([-np.inf if score is None else score for score in cell["score"]])
-    truths = np.array([0.0 if truth is None else truth for truth in cell["truth"]])
-    best = [int(np.argmax(scores[: k + 1])) for k in range(len(scores))]
-    return optimum - truths[best]
+def regret(study: dict, problem: Problem, optimum: float) -> np.ndarray:
+    """After each trial: the optimum minus the true score of the trial that looks best so far."""
+    scores = np.nan_to_num(study["score"], nan=-np.inf)
+    best = [np.argmax(scores[: n + 1]) for n in range(len(scores))]
+    return optimum - np.nan_to_num(study["truth"])[best]
 
 
-def hypervolume(cell: dict, problem: Problem, optimum: float) -> np.ndarray:
-    """After each trial: the area under the front of true score against log cost, 1 if the optimum were had at every cost."""
+def hypervolume(study: dict, problem: Problem, optimum: float) -> np.ndarray:
+    """After each trial: the area under the front of true score against log cost, 1 if the optimum
+    were had at every cost."""
     levels = problem.max_cost * np.logspace(-2, 0, LEVELS)
-    best = np.zeros(LEVELS)
-    areas = []
-    for cost, truth in zip(cell["cost"], cell["truth"]):
-        if truth is not None:
-            best = np.where(levels * 1.0001 >= cost, np.maximum(best, truth), best)
-        areas.append(best.mean() / optimum)
-    return np.array(areas)
+    within = levels * 1.0001 >= study["cost"][:, None]
+    scores = np.nan_to_num(study["truth"])[:, None] * within
+    return np.maximum.accumulate(scores).mean(axis=1) / optimum
 
 
-def at_cost(cell: dict, values: np.ndarray, budget: float) -> float:
+def at_cost(study: dict, curve: np.ndarray, budget: float | np.ndarray) -> np.ndarray:
     """The value after the last trial that was over within the summed cost."""
-    return float(
-        values[max(0, int(np.searchsorted(np.cumsum(cell["cost"]), budget, side="right")) - 1)]
-    )
+    over = np.searchsorted(study["cost"].cumsum(), budget, side="right")
+    return curve[np.maximum(over - 1, 0)]
 
 
 def interval(values: list[float]) -> str:
     """Mean and its 95 % bootstrap confidence interval."""
+    mean = f"{np.mean(values):.3g}"
     if len(values) < 3 or np.ptp(values) == 0:
-        return f"{np.mean(values):.3g}"
-    ci = scipy.stats.bootstrap(
-        (values,), np.mean, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return f"{np.mean(values):.3g} ({ci.low:.3g} to {ci.high:.3g})"
+        return mean
+    options = {"method": "percentile", "rng": np.random.default_rng(0)}
+    ci = scipy.stats.bootstrap((values,), np.mean, **options).confidence_interval
+    return f"{mean} ({ci.low:.3g} to {ci.high:.3g})"
 
 
-BUDGET = 12  # of the largest cost: what the columns "at equal cost" have spent
-
+# The report ---------------------------------------------------------------------------------------
 
 HEAD = """# Samplers compared on synthetic problems
 
-Made by `python benchmark/sweep.py` (stored cells are not run again), from trials.jsonl and facts.json in this folder. `benchmark/sweep.py` states the problems.
+Made by `python benchmark/sweep.py`, which states the problems, from trials.jsonl and facts.json in
+this folder. Stored studies are not run again.
 
-Mean over seeds and 95 % bootstrap interval. Regret: best possible score (about 100) minus the true score of the trial that looked best; less is better.
-Hypervolume: the area under the front of true score against the logarithm of the cost, from a hundredth of the largest cost to the largest, as a share of what
-the best score at every cost would have; more is better. "At equal cost": when the trials have cost 12 times the largest cost of one; "60 trials": after 60,
-whatever they cost.
+Mean over seeds and 95 % bootstrap interval. Regret: best possible score (about 100) minus the true
+score of the trial that looked best; less is better. Hypervolume: the area under the front of true
+score against the logarithm of the cost, from a hundredth of the largest cost to the largest, as a
+share of what the best score at every cost would have; more is better. "At equal cost": when the
+trials have cost 12 times the largest cost of one; "60 trials": after 60, whatever they cost.
 """
-COLUMNS = [
-    "method",
-    "seeds",
-    "regret after 60 trials",
-    "regret at equal cost",
-    "hypervolume after 60 trials",
-    "hypervolume at equal cost",
-    "cost of 60 trials",
-    "failures",
-    "seconds per suggestion",
-]
+COLUMNS = (
+    "method | seeds | regret after 60 trials | regret at equal cost | hypervolume after 60 trials"
+    " | hypervolume at equal cost | cost of 60 trials | failures | seconds per suggestion"
+)
 
 
-def row_of(cells: list[dict], problem: Problem, optimum: float) -> list[str]:
-    """A line of the table: one method on one problem."""
-    budget = BUDGET * problem.max_cost
-    row = [NAMES[cells[0]["method"]], str(len(cells))]
-    for measure in regret, hypervolume:
-        curves = [measure(cell, problem, optimum) for cell in cells]
-        row.append(interval([curve[-1] for curve in curves]))
-        row.append(interval([at_cost(*pair, budget) for pair in zip(cells, curves)]))
-    row.append(f"{np.mean([sum(cell['cost']) for cell in cells]) / problem.max_cost:.1f}")
-    row.append(f"{np.mean([cell['score'].count(None) for cell in cells]):.1f}")
-    row.append(f"{np.median([second for cell in cells for second in cell['seconds'][20:]]):.2g}")
-    return row
-
-
-def draw(groups: dict[str, list[dict]], problem: Problem, optimum: float, path: pathlib.Path):
-    """Regret and hypervolume against trials and against summed cost, the mean over seeds."""
+def compare(name: str, groups: dict[str, list[dict]], optimum: float) -> str:
+    """A table and a figure of the methods on a problem: of each method a study for each seed."""
+    problem = PROBLEMS[name]
+    rows = [COLUMNS, " | ".join(["---"] * (COLUMNS.count("|") + 1))]
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    spent = np.linspace(0.5, 50, 100)
-    for (method, cells), color in zip(groups.items(), COLORS):
-        for line, measure in enumerate((regret, hypervolume)):
-            curves = [measure(cell, problem, optimum) for cell in cells]
-            style = {"color": color, "label": NAMES[method]}
-            axes[line, 0].plot(np.arange(1, TRIALS + 1), np.mean(curves, axis=0), **style)
-            by_cost = [
-                [at_cost(cell, curve, x * problem.max_cost) for x in spent]
-                for cell, curve in zip(cells, curves)
-            ]
-            until = spent <= max(sum(cell["cost"]) for cell in cells) / problem.max_cost
-            axes[line, 1].plot(spent[until], np.mean(by_cost, axis=0)[until], **style)
-    for line, label in enumerate(("regret", "hypervolume")):
-        axes[line, 0].set(xlabel="trials", ylabel=label)
-        axes[line, 1].set(xlabel="summed cost, in largest costs of a trial", ylabel=label)
+    for method, studies in groups.items():
+        label, color = METHODS[method]
+        costs = np.array([study["cost"].sum() for study in studies])
+        spent = np.linspace(0.5, 50, 100) * problem.max_cost
+        spent = spent[spent <= costs.max()]
+        row = [label, str(len(studies))]
+        for measure, (by_trial, by_cost) in zip((regret, hypervolume), axes):
+            curves = [measure(study, problem, optimum) for study in studies]
+            pairs = list(zip(studies, curves))
+            row.append(interval([curve[-1] for curve in curves]))
+            row.append(interval([at_cost(*pair, BUDGET * problem.max_cost) for pair in pairs]))
+            mean = np.mean(curves, axis=0)
+            by_trial.plot(np.arange(1, TRIALS + 1), mean, color=color, label=label)
+            mean = np.mean([at_cost(*pair, spent) for pair in pairs], axis=0)
+            by_cost.plot(spent / problem.max_cost, mean, color=color)
+            by_trial.set(xlabel="trials", ylabel=measure.__name__)
+            by_cost.set(xlabel="summed cost, in largest costs of a trial", ylabel=measure.__name__)
+        row.append(f"{costs.mean() / problem.max_cost:.1f}")
+        row.append(f"{np.mean([np.isnan(study['score']).sum() for study in studies]):.1f}")
+        row.append(f"{np.median([study['seconds'][20:] for study in studies]):.2g}")
+        rows.append(" | ".join(row))
     axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{problem.name}: mean over seeds")
-    figure.savefig(path, dpi=80)
+    figure.suptitle(f"{name}: mean over seeds")
+    figure.savefig(OUT / f"{name}.png", dpi=80)
     plt.close(figure)
+    table = "\n".join(f"| {row} |" for row in rows)
+    return f"## {name}\n\n{table}\n\n![{name}]({name}.png)\n"
 
 
-def report(cells: list[dict], facts: dict, out: pathlib.Path):
+def report(cells: list[dict]):
     """report.md and a figure for each problem."""
     text = [HEAD]
-    for name, problem in PROBLEMS.items():
+    optima = json.loads((OUT / "facts.json").read_text())["optimum"]
+    for name in PROBLEMS:
         groups = {}
-        for method in NAMES:
-            some = [cell for cell in cells if (cell["problem"], cell["method"]) == (name, method)]
-            if some:
-                groups[method] = some
-        optimum = facts["optimum"][name]
-        rows = [COLUMNS, ["---"] * len(COLUMNS)]
-        rows += [row_of(some, problem, optimum) for some in groups.values()]
-        draw(groups, problem, optimum, out / f"{name}.png")
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        text += [f"## {name}\n", *lines, f"\n![{name}]({name}.png)\n"]
-    text.append((out / "notes.md").read_text())
-    (out / "report.md").write_text("\n".join(text))
+        for method in METHODS:
+            for cell in cells:
+                if (cell["problem"], cell["method"]) == (name, method):
+                    study = {column: np.array(cell[column], float) for column in STORED}
+                    groups.setdefault(method, []).append(study)
+        text.append(compare(name, groups, optima[name]))
+    text.append((OUT / "notes.md").read_text())
+    (OUT / "report.md").write_text("\n".join(text))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--methods", nargs="+", choices=RUN, default=list(RUN))
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    runnable = [method for method in METHODS if method not in STORED_ONLY]
+    parser.add_argument("--methods", nargs="+", choices=runnable, default=runnable)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmark/reports/sweep")
-    parser.add_argument(
-        "--report-only", action="store_true", help="make the report again from what is stored"
-    )
+    parser.add_argument("--report-only", action="store_true", help="from what is stored")
     args = parser.parse_args()
+    plt.switch_backend("Agg")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "notes.md").touch()
-    store = args.out / "trials.jsonl"
-    facts_file = args.out / "facts.json"
-    cells = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-    if facts_file.exists():
-        facts = json.loads(facts_file.read_text())
-    else:
-        best = {name: problem.optimum(problem.max_cost) for name, problem in PROBLEMS.items()}
-        facts = {"optimum": best}
-        facts_file.write_text(json.dumps(facts, indent=1) + "\n")
-    if "pufferlib" in args.methods and not PEER.exists() and not args.report_only:
-        print("skipped: PufferLib's Protein; `make benchmark-peers` installs it", file=sys.stderr)
-        args.methods.remove("pufferlib")
-    done = {(cell["method"], cell["problem"], cell["seed"]) for cell in cells}
-    todo = itertools.product(args.methods, args.problems, range(1, args.seeds + 1))
-    for method, name, seed in [] if args.report_only else todo:
-        if (method, name, seed) not in done:
-            print(f"{NAMES[method]}, {name}, seed {seed}", file=sys.stderr, flush=True)
-            cells.append(run(PROBLEMS[name], method, seed, TRIALS))
-            with store.open("a") as file:
-                file.write(json.dumps(cells[-1]) + "\n")
-    report(cells, facts, args.out)
-    print(args.out / "report.md")
-    return 0
+    store = OUT / "trials.jsonl"
+    cells = [json.loads(line) for line in store.read_text().splitlines()]
+    done = {(cell["problem"], cell["method"], cell["seed"]) for cell in cells}
+    every = set(itertools.product(args.problems, args.methods, range(1, args.seeds + 1)))
+    for name, method, seed in [] if args.report_only else sorted(every - done):
+        if method == "pufferlib" and not PEER.exists():
+            print("skipped: PufferLib's; `make benchmark-peers` installs it", file=sys.stderr)
+            continue
+        print(f"{METHODS[method][0]}, {name}, seed {seed}", file=sys.stderr, flush=True)
+        cells.append(run(name, method, seed))
+        with store.open("a") as file:
+            file.write(json.dumps(cells[-1]) + "\n")
+    report(cells)
+    print(OUT / "report.md")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

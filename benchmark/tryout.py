@@ -12,7 +12,6 @@ it should be.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,8 +37,7 @@ VENVS = ROOT / ".tryout"
 SIZES = "--num-envs 8 --num-steps 16 --minibatch-size 128 --hidden-size 32 --total-timesteps 2048 "
 SIZES += "--no-compile --precision float32 --device cpu --num-workers 0"
 VARIABLES = {"OMP_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy"}
-LONGEST = 900  # seconds for a command: beside other work they are slow
-LONGEST_INSTALL = 1200
+LONGEST = 1200  # seconds for a command
 MORE_STEPS = 1024  # of --resume
 STAGES = {
     "start": "2,000 steps",
@@ -54,13 +51,13 @@ VERSIONS = "import json; from importlib.metadata import version; import sys; "
 VERSIONS += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
 
 
-def read_list(path: Path) -> tuple[list[dict], dict, dict]:
+def read_list() -> tuple[list[dict], dict, dict]:
     """Environments, what pip installs for each package, and packages that are left out, with why.
 
     An environment is the words after --env-id, or a mapping: words; refused, a pattern of the line
     that refuses it; remark.
     """
-    content = yaml.safe_load(path.read_text())
+    content = yaml.safe_load((BENCHMARK / "tryout.yaml").read_text())
     entries = []
     installs = {}
     for package, item in content["packages"].items():
@@ -71,24 +68,17 @@ def read_list(path: Path) -> tuple[list[dict], dict, dict]:
     return entries, installs, content["left_out"]
 
 
-def execute(command: list, folder: Path, limit: float, **variables) -> tuple[int, str, str]:
-    """Its exit code, stdout and stderr. After so many seconds it is killed with its children."""
-    outputs = [folder / "stdout", folder / "stderr"]
-    env = os.environ | VARIABLES | variables
-    with outputs[0].open("w") as out, outputs[1].open("w") as err:
-        options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "env": env}
-        command = [str(word) for word in command]
-        process = subprocess.Popen(command, cwd=folder, start_new_session=True, **options)
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = 124
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    out, err = (path.read_text(errors="replace") for path in outputs)
-    return code, out, f"{err}\nnot over after {limit} s" if code == 124 else err
+def execute(command: list, folder: Path) -> tuple[int, str]:
+    """Its exit code, and what it prints, errors last. After too long it is killed, with children."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {"cwd": folder, "env": os.environ | VARIABLES, "start_new_session": True}
+    process = subprocess.Popen(map(str, command), **pipes, **options)
+    try:
+        outputs = process.communicate(timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        outputs = (*process.communicate(), f"\nnot over after {LONGEST} s".encode())
+    return process.returncode, b"".join(outputs).decode(errors="replace")
 
 
 def last_line(text: str, folder: Path) -> str:
@@ -116,13 +106,12 @@ def install(package: str, words: str) -> str:
         return ""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    steps = [[sys.executable, "-m", "venv", "--without-pip", folder]]
-    steps += [[sys.executable, "-m", "pip", "--python", python_of(package), "install", "--quiet"]]
-    steps[1] += shlex.split(words)
-    for command in steps:
-        code, out, err = execute(command, folder, LONGEST_INSTALL)
+    pip = [sys.executable, "-m", "pip", "--python", python_of(package), "install", "--quiet"]
+    make = [sys.executable, "-m", "venv", "--without-pip", folder]
+    for command in make, [*pip, *shlex.split(words)]:
+        code, text = execute(command, folder)
         if code:
-            return last_line(out + err, folder)
+            return last_line(text, folder)
         for packages in folder.glob("lib/*/site-packages"):  # after its own: those come first
             Path(packages, "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     done.write_text(words)
@@ -132,8 +121,8 @@ def install(package: str, words: str) -> str:
 def versions_of(package: str) -> dict[str, str]:
     """The package's, and those of what it brings in another version than this environment has."""
     names = [package, *SHARED]
-    _, out, _ = execute([python_of(package), "-c", VERSIONS, *names], VENVS / package, LONGEST)
-    found = json.loads(out)
+    command = [python_of(package), "-c", VERSIONS, *names]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     others = {name: found[name] for name in SHARED if found[name] != version(name)}
     return {package: found[package], **others}
 
@@ -146,69 +135,62 @@ class Trial:
 
     def __init__(self, entry: dict, folder: Path):
         self.entry = entry
-        self.words = shlex.split(entry["words"])
         self.folder = folder
         self.remarks = [entry["remark"]] if "remark" in entry else []
         shutil.copytree(ROOT / "envs", folder / "envs")  # modules of the current folder
 
-    def python(self, script: str, *words) -> tuple[int, str, str]:
-        command = [python_of(self.entry["package"]), ROOT / script, *words]
-        return execute(command, self.folder, LONGEST)
+    def python(self, script: str, *words) -> tuple[int, str]:
+        return execute([python_of(self.entry["package"]), ROOT / script, *words], self.folder)
 
-    def judge(self, code: int, out: str, err: str, well: bool, text: str = "ok") -> tuple:
+    def judge(self, code: int, text: str, well: bool) -> tuple[str, bool]:
         if code == 0 and well:
-            return text, True
-        reason = last_line(out + err, self.folder)
-        return f"exit code {code}: {reason}" if code > 1 else reason, False
+            return "ok", True
+        reason = last_line(text, self.folder)
+        return f"exit code {code}: {reason}" if code > 1 or code < 0 else reason, False
 
-    def rows(self) -> list[dict]:
-        """Of metrics.jsonl. The last one says how the run ended."""
-        [self.run] = self.folder.glob("runs/*")
-        return [json.loads(line) for line in (self.run / "metrics.jsonl").open()]
-
-    def trained(self, result: tuple[int, str, str], steps: int) -> tuple[str, bool]:
-        code, out, err = result
+    def trained(self, code: int, text: str, steps: int) -> tuple[str, bool]:
+        """Whether metrics.jsonl says that it has come so far."""
         if code:
-            return self.judge(code, out, err, False)
-        rows = self.rows()
+            return self.judge(code, text, False)
+        [self.run] = self.folder.glob("runs/*")
+        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").open()]
         losses = [value for row in rows for name, value in row.items() if name.startswith("losses")]
-        well = rows[-1].get("exit_reason") == "completed" and rows[-1]["step"] >= steps
         self.step = rows[-1]["step"]
-        well = well and len(losses) > 0 and all(map(math.isfinite, losses))
-        return self.judge(code, out, err, well)
+        well = rows[-1].get("exit_reason") == "completed" and self.step >= steps
+        return self.judge(code, text, well and len(losses) > 0 and all(map(math.isfinite, losses)))
 
     def start(self) -> tuple[str, bool]:
-        result = self.python("ppo_lstm_puffer.py", "--env-id", *self.words, *SIZES.split())
-        remarks = re.findall(r"^(?:observation|warning): .*", result[2], re.MULTILINE)
+        words = [*shlex.split(self.entry["words"]), *SIZES.split()]
+        code, text = self.python("ppo_lstm_puffer.py", "--env-id", *words)
+        remarks = re.findall(r"^(?:observation|warning): .*", text, re.MULTILINE)
         remarks = [last_line(line, self.folder) for line in dict.fromkeys(remarks)]
         self.remarks += remarks if len(remarks) < 3 else [remarks[0], "and more like that"]
-        if "refused" in self.entry:
-            code, out, err = result
-            line = last_line(out + err, self.folder)
-            well = code in (1, 2) and re.search(self.entry["refused"], line)
-            return f"refused: {line.removeprefix('error: ')}", bool(well)
-        return self.trained(result, 2048)
+        if "refused" not in self.entry:
+            return self.trained(code, text, 2048)
+        line = last_line(text, self.folder)
+        well = code in (1, 2) and re.search(self.entry["refused"], line)
+        return f"refused: {line.removeprefix('error: ')}", bool(well)
 
     def by_hand(self) -> tuple[str, bool]:
-        code, out, err = self.python("benchmark/by_hand.py", *self.words)
-        return self.judge(code, err, out, True, out.strip().splitlines()[-1] if out else "")
+        code, text = self.python("benchmark/by_hand.py", *shlex.split(self.entry["words"]))
+        lines = [line for line in text.splitlines() if re.search("in .* steps|not counted", line)]
+        return (lines[-1], True) if code == 0 and lines else self.judge(code, text, False)
 
     def resume(self) -> tuple[str, bool]:
         steps = self.step + MORE_STEPS
         words = ["--resume", self.run, "--total-timesteps", steps]
-        return self.trained(self.python("ppo_lstm_puffer.py", *words), steps)
+        return self.trained(*self.python("ppo_lstm_puffer.py", *words), steps)
 
     def play(self) -> tuple[str, bool]:
-        words = [self.run, "--episodes", 2, "--max-steps", 200]
-        code, out, err = self.python("tools/play.py", *words)
-        played = json.loads(out.splitlines()[-1]) if code == 0 else {}
-        well = played.get("episodes") == 2 and math.isfinite(played["episodic_return"]["mean"])
-        return self.judge(code, out, err, well)
+        words = ["--episodes", 2, "--max-steps", 200]
+        code, text = self.python("tools/play.py", self.run, *words)
+        well = '"episodes": 2' in text and not re.search("NaN|Infinity", text)
+        return self.judge(code, text, well)
 
     def export(self) -> tuple[str, bool]:
         path = self.folder / "policy.onnx"
-        code, out, err = self.python("tools/export.py", self.run, "--out", path)
-        return self.judge(code, out, err, path.exists())
+        code, text = self.python("tools/export.py", self.run, "--out", path)
+        return self.judge(code, text, path.exists())
 
 
 def try_out(entry: dict, versions: dict | str) -> dict:
@@ -222,11 +204,7 @@ def try_out(entry: dict, versions: dict | str) -> dict:
         trial = Trial(entry, Path(folder))
         well = True
         for stage in STAGES:
-            try:
-                record[stage], fine = getattr(trial, stage)()
-            except Exception as error:  # of this program: it goes on
-                record[stage] = last_line(f"tryout.py: {error!r}", Path(folder))
-                fine = False
+            record[stage], fine = getattr(trial, stage)()
             well = well and fine
             if stage == "start" and (not fine or "refused" in entry):
                 break
@@ -245,99 +223,86 @@ def commit() -> str:
 # The report ---------------------------------------------------------------------------------------
 
 
-def cell(value: str) -> str:
-    return value.replace("|", "\\|").replace("<", "&lt;")
+HEAD = """# Environments that people bring
+
+{count} environments of {packages} packages: {well} as they should be, of which {refused} are \
+refused with a line. Of {counted} the return was counted by hand.
+
+{dates}, commit {commits}, Python {python}, {shared}, unless a package brings another.
+
+Made by `python benchmark/tryout.py`, which says more. Each environment is trained by
+
+    python ppo_lstm_puffer.py --env-id ENVIRONMENT {sizes}
+
+and {more_steps} steps more with --resume. *Return by hand*: an environment is stepped with random \
+actions by its package alone, then with the same ones through the adapters; the returns and \
+lengths of all episodes were the same, and the sum of all that was observed. Some environments \
+differ from run to run by themselves, with the same seed: those are compared as far as they do \
+not, or not at all. The number is the sum of the returns (of all agents), the ends are those of \
+episodes.
+
+| package | environment | {stages} | remarks |
+|---|---|{lines}---|
+"""
 
 
 def report(records: list[dict], installs: dict, left_out: dict) -> str:
-    versions = {package: {} for package in installs}
+    versions = {record["package"]: record.get("versions", {}) for record in records}
+    text = HEAD.format(
+        count=len(records),
+        packages=sum(map(bool, versions.values())),
+        well=sum(record["well"] for record in records),
+        refused=sum(record["start"].startswith("refused") for record in records),
+        counted=sum("steps" in record.get("by_hand", "") for record in records if record["well"]),
+        dates=", ".join(sorted({record["date"] for record in records})),
+        commits=", ".join(sorted({record["commit"] for record in records})),
+        python=platform.python_version(),
+        shared=", ".join(f"{name} {version(name)}" for name in ("torch", *SHARED)),
+        sizes=SIZES,
+        more_steps=MORE_STEPS,
+        stages=" | ".join(STAGES.values()),
+        lines="---|" * len(STAGES),
+    )
     for record in records:
-        versions[record["package"]] = record.get("versions", {})
-    packages = {package for package in versions if versions[package]}
-    dates = sorted({record["date"] for record in records})
-    commits = sorted({record["commit"] for record in records})
-    refused = sum(record["start"].startswith("refused") for record in records)
-    well = sum(record["well"] for record in records)
-    counted = sum("steps" in record.get("by_hand", "") for record in records if record["well"])
-    shared = ", ".join(f"{name} {version(name)}" for name in ("torch", *SHARED))
-    lines = [
-        "# Environments that people bring",
-        "",
-        f"{len(records)} environments of {len(packages)} packages: {well} as they should be, of "
-        f"which {refused} are refused with a line. Of {counted} the return was counted by hand.",
-        "",
-        f"{', '.join(dates)}, commit {', '.join(commits)}, Python "
-        f"{platform.python_version()}, {shared}, unless a package brings another.",
-        "",
-        "Made by `python benchmark/tryout.py`, which says more. Each environment is trained by",
-        "",
-        f"    python ppo_lstm_puffer.py --env-id ENVIRONMENT {SIZES}",
-        "",
-        f"and {MORE_STEPS} steps more with --resume. *Return "
-        "by hand*: an environment is stepped with random actions by its package alone, then with "
-        "the same ones through the adapters; the returns and lengths of all episodes were the "
-        "same, and the sum of all that was observed. Some environments differ from run to run by "
-        "themselves, with the same seed: those are compared as far as they do not, or not at all. "
-        "The number is the sum of the returns (of "
-        "all agents), the ends are those of episodes.",
-        "",
-        f"| package | environment | {' | '.join(STAGES.values())} | remarks |",
-        f"|---|---|{'---|' * len(STAGES)}---|",
-    ]
-    for record in records:
-        stages = [record.get(stage, "") for stage in STAGES]
-        name = " ".join([record["package"], versions[record["package"]].get(record["package"], "")])
-        cells = [name, f"`{record['env']}`", *stages, "; ".join(record.get("remarks", []))]
-        lines.append(f"| {' | '.join(map(cell, cells))} |")
-    lines += ["", "What pip was asked for, where it is not the package's name:", ""]
+        package = record["package"]
+        cells = [f"{package} {versions[package].get(package, '')}", f"`{record['env']}`"]
+        cells += [record.get(stage, "") for stage in STAGES]
+        cells.append("; ".join(record.get("remarks", [])))
+        cells = [text.replace("|", "\\|").replace("<", "&lt;") for text in cells]
+        text += f"| {' | '.join(cells)} |\n"
+    text += "\nWhat pip was asked for, where it is not the package's name:\n\n"
     for package, words in installs.items():
-        others = [f"{name} {number}" for name, number in versions[package].items()]
-        brings = f"; brings {', '.join(others[1:])}" if others[1:] else ""
+        others = [f"{name} {number}" for name, number in versions.get(package, {}).items()][1:]
+        brings = f"; brings {', '.join(others)}" if others else ""
         if words != package or brings:
-            lines.append(f"- {package}: `pip install {words}`{brings}")
-    lines += ["", "Left out:", ""]
-    lines += [f"- {package}: {why}" for package, why in left_out.items()]
-    return "\n".join(lines) + "\n"
+            text += f"- {package}: `pip install {words}`{brings}\n"
+    text += "\nLeft out:\n\n"
+    return text + "".join(f"- {package}: {why}\n" for package, why in left_out.items())
 
 
-def main(words: list[str] | None = None) -> int:
+def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", default=[], help="packages, or ids of environments")
     parser.add_argument("--fresh", action="store_true", help="also what went well before")
-    parser.add_argument("--jobs", type=int, default=1, help="environments at a time")
-    args = parser.parse_args(words)
-    entries, installs, left_out = read_list(BENCHMARK / "tryout.yaml")
-    path = REPORT / "results.jsonl"
-    REPORT.mkdir(parents=True, exist_ok=True)
-    done = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        record = json.loads(line)
-        done[record["env"]] = record
-
-    def wanted(entry: dict) -> bool:
-        names = {entry["package"], *entry["words"].split()[:1]}
-        again = args.fresh or not done.get(entry["words"], {}).get("well")
-        return again and (not args.only or bool(names & {*args.only}))
-
-    def write():
-        records = [done[entry["words"]] for entry in entries if entry["words"] in done]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        if records:
-            (REPORT / "report.md").write_text(report(records, installs, left_out))
-
-    todo = [entry for entry in entries if wanted(entry)]
-    versions = {}
-    for package in dict.fromkeys(entry["package"] for entry in todo):
-        versions[package] = install(package, installs[package]) or versions_of(package)
-        print(f"{package}: {versions[package]}", flush=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for record in pool.map(lambda entry: try_out(entry, versions[entry["package"]]), todo):
-            done[record["env"]] = record
-            write()
-            print(json.dumps(record), flush=True)
-    write()
-    bad = [entry["words"] for entry in entries if not done.get(entry["words"], {}).get("well")]
+    args = parser.parse_args()
+    entries, installs, left_out = read_list()
+    stored = REPORT / "results.jsonl"
+    before = {record["env"]: record for record in map(json.loads, stored.open())}
+    done = {entry["words"]: before.get(entry["words"]) for entry in entries}
+    for entry in entries:
+        package = entry["package"]
+        words = entry["words"]
+        if args.only and not {package, words.split()[0]} & {*args.only}:
+            continue
+        if done[words] and done[words]["well"] and not args.fresh:
+            continue
+        done[words] = try_out(entry, install(package, installs[package]) or versions_of(package))
+        print(json.dumps(done[words]), flush=True)
+        stored.write_text("".join(json.dumps(one) + "\n" for one in done.values() if one))
+    records = [record for record in done.values() if record]
+    (REPORT / "report.md").write_text(report(records, installs, left_out))
+    bad = [words for words, record in done.items() if not (record and record["well"])]
     print(f"{len(entries)} environments, not as they should be: {bad or 'none'}", file=sys.stderr)
     return 1 if bad else 0
 

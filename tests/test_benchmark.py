@@ -19,13 +19,11 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 sys.path.append(str(ROOT / "benchmark/peers"))
 
 import ablate
-import by_hand
 import ceiling
 import kernels as kernel_table
 import peer
 import report
 import run
-import tryout
 
 import ppo_lstm_puffer as ppo
 
@@ -759,32 +757,3 @@ def test_an_operation_of_a_cpu_has_its_own_time_only(tmp_path):
         "| `add`": "50.0%", "| `mm`": "35.0%", "| `LSTM`": "10.0%", "| `copy`": "5.0%"
     }  # fmt: skip
     assert rows[-1] == "| nothing ran | | 0.00 | 0.0% | |"
-
-
-@pytest.mark.parametrize(
-    ("env_id", "factor", "code"),
-    [("CartPole-v1", 1, 0), ("CartPole-v1", 2, 1), ("Taxi-v4", 1, 0), ("parallel_game", 1, 0)],
-)
-def test_returns_by_hand_are_those_of_the_adapters(env_id, factor, code, monkeypatch, capsys):
-    number = by_hand.adapters.number
-    monkeypatch.setattr(by_hand.adapters, "number", lambda value: factor * number(value))
-    monkeypatch.syspath_prepend(ROOT / "tests")
-    assert by_hand.main([env_id]) == code
-
-
-def test_tryout_lists_environments_of_many_packages_and_none_of_the_record_failed():
-    entries, installs, _ = tryout.read_list(ROOT / "benchmark/tryout.yaml")
-    assert len(entries) >= 40
-    assert len(installs) >= 12
-    lines = (ROOT / "benchmark/reports/tryout/results.jsonl").read_text().splitlines()
-    results = {record["env"]: record["well"] for record in map(json.loads, lines)}
-    assert results == {entry["words"]: True for entry in entries}
-
-
-def test_tryout_records_a_refusal_and_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(tryout, "python_of", lambda package: sys.executable)
-    refused = {"package": "gymnasium", "words": "NoSuch-v0", "refused": "no such|doesn't exist"}
-    assert tryout.try_out(refused, {})["well"]
-    failed = tryout.try_out({"package": "gymnasium", "words": "NoSuch-v0"}, {})
-    assert not failed["well"]
-    assert "NoSuch" in failed["start"]

@@ -350,7 +350,7 @@ def test_command_works(line, clone):
         "python protein_sweep.py --workers 0",
         "python protein_sweep.py -- --num-env 512",
         "python benchmark/report.py",
-        "python benchmark/lstm.py --repeat-s 3",
+        "python benchmark/sweep.py --seed-s 3",
         'make train ARGS="--env-idd pong"',
         "make trian",
         "patch -o my_ppo.py ppo_lstm_puffer.py recipes/none.patch",

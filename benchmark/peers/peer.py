@@ -1,10 +1,10 @@
-"""What every peer does alike: the command line, the metrics, and an end that leaves no process behind.
+"""What every peer does alike: the command line, the metrics, and an end without processes left.
 
-    PYTHON benchmark/peers/NAME.py --env-id breakout --seed 1 --steps 4_000_000 --seconds 600 --folder DIR
+    PYTHON benchmark/peers/NAME.py --env-id breakout --seed 1 --steps 4_000_000 --folder DIR
 
-DIR/metrics.jsonl gets a row per iteration: {"step", "time" (seconds since training began: compiling and starting
-workers count), "sps" (since the last row), "env/score", "episodic_return"}, and at the end, at SIGTERM too, a last one:
-{"step", "time", "exit_reason", "versions", "config", "note"}.
+DIR/metrics.jsonl gets a row per iteration: {"step", "time" (seconds since training began: compiling
+and starting workers count), "sps" (since the last row), "env/score", "episodic_return"}, and at the
+end, at SIGTERM too, a last one: {"step", "time", "exit_reason", "versions", "config", "note"}.
 """
 
 import argparse
@@ -27,21 +27,15 @@ sys.path.append(str(Path(__file__).resolve().parent.parent.parent))  # envs.memo
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--env-id", default="breakout", help="a PufferLib Ocean environment")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--steps", type=int, default=40_000_000, help="stop after this many environment steps"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="to go on after the first iteration"
-    )
-    parser.add_argument(
-        "--total-timesteps", type=int, default=40_000_000, help="to anneal the learning rate over"
-    )
-    parser.add_argument("--folder", type=Path, required=True, help="where the metrics go")
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    add = parser.add_argument
+    add("--env-id", default="breakout", help="a PufferLib Ocean environment")
+    add("--seed", type=int, default=1)
+    add("--steps", type=int, default=40_000_000, help="stop after so many environment steps")
+    add("--seconds", type=float, default=float("inf"), help="to go on after the first iteration")
+    add("--total-timesteps", type=int, default=40_000_000, help="to anneal the learning rate over")
+    add("--folder", type=Path, required=True, help="where the metrics go")
     return parser
 
 
@@ -50,20 +44,18 @@ class Metrics:
 
     def __init__(self, args: argparse.Namespace, library: str, config: dict[str, Any], note: str):
         args.folder.mkdir(parents=True, exist_ok=True)
-        self.args, self.note = args, note
-        self.config = {
-            key: value for key, value in config.items() if key not in ("data_dir", "train_dir")
-        }  # no paths
-        self.versions = {
-            name: importlib.metadata.version(name) for name in ("torch", "pufferlib", library)
-        }
+        self.args = args
+        self.note = note
+        paths = ("data_dir", "train_dir")
+        self.config = {key: value for key, value in config.items() if key not in paths}
+        libraries = ("torch", "pufferlib", library)
+        self.versions = {name: importlib.metadata.version(name) for name in libraries}
         self.versions["python"] = platform.python_version()
-        self.scratch = (
-            args.folder / "scratch"
-        )  # for what the library itself writes; removed at the end
+        self.scratch = args.folder / "scratch"  # what the library writes; removed at the end
         self.file = (args.folder / "metrics.jsonl").open("w")
-        self.start = self.last_time = time.time()
-        self.first = None  # when the first iteration was over, and with it compiling: --seconds count from then on
+        self.start = time.time()
+        self.last_time = self.start
+        self.first = None  # when the first iteration was over: --seconds count from then on
         self.step = 0
         self.played = None  # {"episodes", "episodic_return": {"mean"}} of games after training
         pid = os.getpid()
@@ -73,19 +65,21 @@ class Metrics:
                 os._exit(143)
             self.finish(128 + signum)
 
+        def fail(*error):
+            traceback.print_exception(*error)
+            self.finish(1)
+
         signal.signal(signal.SIGTERM, end)
-        sys.excepthook = lambda *error: (traceback.print_exception(*error), self.finish(1))
+        sys.excepthook = fail
 
     def line(self, step: int, **values: float) -> bool:
         """Writes a row (names with __ for a slash); returns whether training should stop."""
         now = time.time()
         self.first = self.first or now
-        row = {
-            "step": step,
-            "time": now - self.start,
-            "sps": (step - self.step) / max(now - self.last_time, 1e-9),
-        }
-        self.step, self.last_time = step, now
+        sps = (step - self.step) / max(now - self.last_time, 1e-9)
+        row = {"step": step, "time": now - self.start, "sps": sps}
+        self.step = step
+        self.last_time = now
         self.write(row | {name.replace("__", "/"): float(value) for name, value in values.items()})
         return step >= self.args.steps or self.late(now)
 
@@ -99,19 +93,14 @@ class Metrics:
         print(text, flush=True)
 
     def finish(self, code: int = 0):
-        """Writes the last row and ends this process and its children, whatever the library has left."""
-        row = {
-            "step": self.step,
-            "time": self.last_time - self.start,
-            "versions": self.versions,
-            "note": self.note,
-        }
-        row["config"] = self.config
+        """Writes the last row, and ends this process and what the library has left running."""
+        row = {"step": self.step, "time": self.last_time - self.start, "versions": self.versions}
+        row |= {"note": self.note, "config": self.config}
         row["exit_reason"] = f"exit code {code}" if code else "completed"
         if self.played:
             row["played"] = self.played
         self.write(row)
-        # These two end by themselves, once they have removed the shared memory that the others leave.
+        # These two remove the shared memory that the others leave, and end by themselves.
         cleaners = ("torch_shm_manager", "multiprocessing.resource_tracker")
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

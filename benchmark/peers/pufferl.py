@@ -24,7 +24,8 @@ from peer import Metrics, arguments
 
 NOTE = "Serial with torch.compile, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
 # For a Gymnasium id the sizes of configs/popgym.yaml.
-NUM_ENVS, SIZES = 64, {"minibatch_size": 1024, "update_epochs": 2}
+NUM_ENVS = 64
+SIZES = {"minibatch_size": 1024, "update_epochs": 2}
 EMULATED = f"Serial with torch.compile; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 
 

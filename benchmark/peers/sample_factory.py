@@ -1,20 +1,17 @@
 """Sample Factory 2's APPO with an LSTM on PufferLib's C environments.
 
-    .peers/sample_factory/bin/python benchmark/peers/sample_factory.py --seed 1 --seconds 600 --folder DIR
+    .peers/sample_factory/bin/python benchmark/peers/sample_factory.py --seconds 600 --folder DIR
 
-Hyperparameters are Sample Factory's defaults (rollouts of 32, minibatches of 1024, one epoch, Adam 1e-4, normalized
-observations and returns), with rewards clipped to [-1, 1] and an LSTM in place of its GRU. The environments are stepped
-in batches (`--batched_sampling`), asynchronously, as it recommends: a learner, a sampler and a rollout worker in
-processes of their own, and two groups of 512 environments in turn. All on one core that made 29 thousand steps a
-second, the learner using 70 % of it; `--serial 1`, everything in one process, made 35 there, with minibatches of 1024
-as with 8192 and with 1024 environments as with 2048.
+Its defaults (rollouts of 32, minibatches of 1024, one epoch, Adam 1e-4, normalized observations and
+returns), with rewards clipped to [-1, 1] and an LSTM in place of its GRU. Environments are stepped
+in batches, asynchronously, as it recommends: a learner, a sampler and a rollout worker in processes
+of their own, and two groups of 512 environments in turn. All on one core that made 29 thousand
+steps a second; with everything in one process (serial_mode) it made 35 there.
 """
 
 import sys
 
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last, or this file would be taken for the package of its name
+sys.path.append(sys.path.pop(0))  # this folder last: this file has the package's name
 
 import gymnasium as gym
 import numpy as np
@@ -28,7 +25,11 @@ from sample_factory.envs.env_utils import register_env
 from sample_factory.model.encoder import Encoder
 from sample_factory.train import make_runner
 
-NOTE = "asynchronous, batched, one rollout worker with two groups of 512 environments; else its defaults, with an LSTM"
+NOTE = "asynchronous, batched, one rollout worker with two groups of 512 environments; "
+NOTE += "else its defaults, with an LSTM"
+GROUPS = 2  # while one is stepped, actions are chosen for the other
+GROUP_SIZE = 512
+BATCH_SIZE = 1024
 
 
 class LinearEncoder(Encoder):
@@ -36,9 +37,8 @@ class LinearEncoder(Encoder):
 
     def __init__(self, cfg, obs_space: gym.spaces.Dict):
         super().__init__(cfg)
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(int(np.prod(obs_space["obs"].shape)), 128), torch.nn.GELU()
-        )
+        inputs = int(np.prod(obs_space["obs"].shape))
+        self.net = torch.nn.Sequential(torch.nn.Linear(inputs, 128), torch.nn.GELU())
 
     def forward(self, obs_dict: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.net(obs_dict["obs"].flatten(1))
@@ -48,33 +48,25 @@ class LinearEncoder(Encoder):
 
 
 class NativeEnv(gym.Env):
-    """PufferLib's C vector, which steps all environments in one call, as a batched environment of Sample Factory's."""
+    """PufferLib's C vector as a batched environment of Sample Factory's."""
 
     is_multiagent = True
+    num_agents = GROUP_SIZE
 
     def __init__(self, full_env_name: str, cfg, env_config, render_mode: str | None = None):
-        self.num_agents = cfg.env_agents
         # Without env_config it is made only to be asked for its spaces.
         self.first_seed = cfg.seed + 1000 * (env_config.env_id if env_config else 0)
-        self.env = env_creator(full_env_name)(num_envs=self.num_agents, seed=self.first_seed)
-        self.observation_space, self.action_space = (
-            self.env.single_observation_space,
-            self.env.single_action_space,
-        )
+        self.env = env_creator(full_env_name)(num_envs=GROUP_SIZE, seed=self.first_seed)
+        self.observation_space = self.env.single_observation_space
+        self.action_space = self.env.single_action_space
 
     def reset(self, **kwargs):
         return self.env.reset(self.first_seed)[0], {}
 
     def step(self, actions: np.ndarray):
-        observations, rewards, terminals, truncations, logs = self.env.step(actions)
+        *result, logs = self.env.step(actions)
         # Numbers in this dictionary reach the runner's policy_avg_stats.
-        return (
-            observations,
-            rewards,
-            terminals,
-            truncations,
-            {"score": logs[0]["score"]} if logs and logs[0] else {},
-        )
+        return *result, {"score": logs[0]["score"]} if logs and logs[0] else {}
 
     def close(self):
         self.env.close()
@@ -89,44 +81,35 @@ class Lines(AlgoObserver):
     def on_training_step(self, runner: Runner, training_iteration_since_resume: int):
         step = sum(runner.env_steps.values())
         if step > self.metrics.step:
-            stats = {"env__score": "score", "episodic_return": "reward"}
-            values = {
-                ours: runner.policy_avg_stats.pop(theirs, [[]])[0] for ours, theirs in stats.items()
-            }
-            if self.metrics.line(
-                step, **{name: np.mean(list(value)) for name, value in values.items() if len(value)}
-            ):
+            values = {}
+            for ours, theirs in ("env__score", "score"), ("episodic_return", "reward"):
+                found = list(runner.policy_avg_stats.pop(theirs, [[]])[0])
+                if found:
+                    values[ours] = np.mean(found)
+            if self.metrics.line(step, **values):
                 self.metrics.finish()
 
 
 def main():
-    parser = arguments(__doc__.split("\n")[0])
-    parser.add_argument("--agents", type=int, default=1024, help="environments in all")
-    parser.add_argument("--batch-size", type=int, default=1024, help="steps per minibatch")
-    parser.add_argument(
-        "--serial", type=int, default=0, help="1: everything in one process, synchronously"
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__.split("\n")[0]).parse_args()
     name = f"puffer_{args.env_id}"
     register_env(name, NativeEnv)
     global_model_factory().register_encoder_factory(LinearEncoder)
-    groups = 1 if args.serial else 2  # while one is stepped, actions are chosen for the other
     ours = {
         "env": name,
         "seed": args.seed,
         "device": "cpu",
         "train_dir": args.folder / "scratch",
         "restart_behavior": "overwrite",
-        "serial_mode": bool(args.serial),
-        "async_rl": not args.serial,
+        "serial_mode": False,
+        "async_rl": True,
         "batched_sampling": True,
         "num_workers": 1,
-        "num_envs_per_worker": groups,
-        "worker_num_splits": groups,
-        "batch_size": args.batch_size,
-        "num_batches_per_epoch": args.agents
-        * 32
-        // args.batch_size,  # an iteration is one rollout, 32 steps, of all
+        "num_envs_per_worker": GROUPS,
+        "worker_num_splits": GROUPS,
+        "batch_size": BATCH_SIZE,
+        # An iteration is one rollout, 32 steps, of all.
+        "num_batches_per_epoch": GROUPS * GROUP_SIZE * 32 // BATCH_SIZE,
         "reward_clip": 1.0,
         "rnn_type": "lstm",
         "rnn_size": 128,
@@ -134,16 +117,11 @@ def main():
     }
     argv = [f"--{key}={value}" for key, value in ours.items()]
     sf_parser, _ = parse_sf_args(argv)
-    cfg = parse_full_cfg(sf_parser, argv)
-    cfg.env_agents = args.agents // groups
-    cfg, runner = make_runner(cfg)
+    cfg, runner = make_runner(parse_full_cfg(sf_parser, argv))
     chosen = ["rollout", "num_epochs", "learning_rate", "gamma", "gae_lambda", "ppo_clip_ratio"]
-    metrics = Metrics(
-        args,
-        "sample-factory",
-        ours | {key: getattr(cfg, key) for key in [*chosen, "exploration_loss_coeff"]},
-        NOTE,
-    )
+    chosen.append("exploration_loss_coeff")
+    config = ours | {key: getattr(cfg, key) for key in chosen}
+    metrics = Metrics(args, "sample-factory", config, NOTE)
     runner.register_observer(Lines(metrics))
     runner.init()
     runner.run()
