@@ -367,10 +367,8 @@ def startup_section(cells: list[dict]) -> str:
     rows = []
     for name, some in group_by(cells, "name").items():
         both = group_by(some, "cold")
-        key = "seconds_to_first_update"
-        rows.append(
-            [label(name), spread_of(both[True], key, " s"), spread_of(both[False], key, " s")]
-        )
+        seconds = [spread_of(both[cold], "seconds_to_first_update", " s") for cold in (True, False)]
+        rows.append([label(name), *seconds])
     text = "From the start of the process to the first line of metrics after an update.\n\n"
     return text + table(["program", "cold: an empty compile cache", "warm"], rows)
 

@@ -22,8 +22,6 @@ A plan is a YAML list of groups:
       solved: 850              # kind learning: find the first checkpoint that plays this score
       games: 32                # kind learning: this many are played at the end instead of 128
 
-Of kind ranks a program's x is its number of ranks.
-
 Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes)
 and a last one, with "exit_reason". The time of ours counts from the first update on, that of the
 others from their start.
@@ -72,7 +70,7 @@ KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up
 OPTIONAL = ("duration", "solved", "games")  # what a cell has of its group
 GROUP_KEYS = ("name", "kind", "programs", "envs", "seeds", "steps", "interleave", "cold", "timeout")
 GROUP_KEYS += OPTIONAL
-PROGRAM_KEYS = ("program", "args", "env", "cores", "x", "script", "launcher", "seeds")
+PROGRAM_KEYS = ("program", "args", "env", "cores", "x", "script", "launcher", "seeds")  # x: ranks
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
     "amx_bf16": ("AMX-BF16", "cpu-amx"),
     "avx512_bf16": ("AVX512-BF16", "cpu-bf16"),
@@ -157,12 +155,11 @@ def cells_file(folder: pathlib.Path):
 
 def read_cells(folder: pathlib.Path) -> dict[tuple, dict]:
     """The last line of each cell, by WHICH."""
-    cells = {}
+    if not (folder / "cells.jsonl").exists():
+        return {}
     with cells_file(folder) as file:
-        for line in file.readall().splitlines():
-            cell = json.loads(line)
-            cells[WHICH(cell)] = cell
-    return cells
+        cells = [json.loads(line) for line in file.readall().splitlines()]
+    return {WHICH(cell): cell for cell in cells}
 
 
 def store(cell: dict, folder: pathlib.Path):
@@ -250,7 +247,7 @@ def watch(process, folder: str, since: float, timeout: float, family: set) -> di
 def resident(member: psutil.Process) -> int:
     """Bytes of memory; 0 if it has ended."""
     with contextlib.suppress(psutil.Error):
-        return member.memory_info().rss
+        return member.memory_info().rss if member.is_running() else 0
     return 0
 
 

@@ -88,32 +88,22 @@ def test_a_cell_has_what_was_measured(ran, cells):
     assert "/tmp" not in text
 
 
-def test_a_failing_cell_is_stored_and_the_rest_run(cells):
+def test_what_is_finished_is_not_run_again_and_what_failed_or_changed_is(ran, cells, monkeypatch):
     assert cells["bad"]["error"] == "exit code 2"
     assert "--no-such-flag" in cells["bad"]["output_tail"]
-    assert cells["ours"]["status"] == "ok"
-
-
-def test_finished_cells_are_not_run_again_and_changed_ones_are(ran, monkeypatch):
     again = []
-
-    def run_all(todo, out):
-        again[:] = [cell["group"] for cell in todo]
-        return 0
-
-    monkeypatch.setattr(run, "run_all", run_all)
+    monkeypatch.setattr(run, "run_all", lambda todo, out: again.extend(todo))
     run.main(plan(ran))
-    assert again == ["broken"], "what failed is tried again"
+    assert [cell["name"] for cell in again] == ["bad"]
     run.main([*plan(ran, ["--gamma", "0.9"]), "--only", "tiny"])
-    assert again == ["tiny"]
+    assert [cell["name"] for cell in again] == ["bad", "ours"]
 
 
 def test_fresh_forgets_its_groups_alone(ran, tmp_path, monkeypatch):
-    shutil.copytree(ran / "out", tmp_path / "out")
+    folder = shutil.copytree(ran / "out", tmp_path / "out")
     monkeypatch.setattr(run, "run_all", lambda todo, out: 0)
-    words = [plan(ran)[0], "--out", str(tmp_path / "out"), "--fresh", "--only", "broken"]
-    run.main(words)
-    assert [cell["group"] for cell in run.read_cells(tmp_path / "out").values()] == ["tiny"]
+    run.main([plan(ran)[0], "--out", str(folder), "--fresh", "--only", "broken"])
+    assert [cell["group"] for cell in run.read_cells(folder).values()] == ["tiny"]
 
 
 def store_many(process: int, folder):
@@ -197,13 +187,13 @@ def test_tasks_of_the_memory_report_are_flat_and_show_the_last_action():
     assert env.step(2)[0][4:].tolist() == [0, 0, 1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "flags, name", [("avx avx2 avx512f amx_bf16 avx512_bf16", "cpu-amx"), ("avx avx2", "cpu-avx2")]
-)
-def test_reports_have_a_folder_for_each_kind_of_cpu(flags, name, tmp_path, monkeypatch):
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
+def test_hardware_is_what_the_machine_and_the_script_say(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx avx2 avx512f avx512_bf16\n")
     monkeypatch.setattr(run, "CPUINFO", tmp_path / "cpuinfo")
-    assert run.report_folder("auto").name == name
+    assert run.report_folder("auto").name == "cpu-bf16"
+    assert run.hardware("warning: x\ncpu, 2 threads, bfloat16\nrun: x")["threads"] == 2
+    monkeypatch.setattr(run, "output_of", lambda *words: "some GPU\nanother\n")
+    assert run.hardware("cuda, 8 threads, bfloat16\nrun: x")["gpu"] == "some GPU"
 
 
 def test_seconds_of_a_peer_count_from_its_first_iteration(tmp_path, monkeypatch):
@@ -260,14 +250,6 @@ def test_seconds_to_the_first_update_are_those_before_the_time_of_ours(tmp_path,
     seen = run.watch(process, str(tmp_path), run.time.perf_counter() - 100, 200, set())
     expected = 100 - 1e6 if ours else 100
     assert seen["seconds_to_first_update"] == pytest.approx(expected, abs=5)
-
-
-def test_threads_are_those_that_the_script_names_and_a_gpu_is_asked_for(monkeypatch):
-    assert run.hardware("warning: x\ncpu, 2 threads, bfloat16\nrun: x")["threads"] == 2
-    monkeypatch.setattr(run, "output_of", lambda *words: "some GPU\nanother\n")
-    facts = run.hardware("cuda, 8 threads, bfloat16\nrun: x")
-    assert facts["gpu"] == "some GPU"
-    assert "threads" not in facts
 
 
 def test_time_to_score_takes_the_mean_of_three_and_counts_from_the_start_of_the_process():
@@ -352,16 +334,15 @@ def test_tasks_are_compared_with_what_others_published_and_by_games_where_these_
     assert "| Maze | 0 | 0.2 | **0.8** | - | 0.09 |" in text
 
 
-def test_report_of_little_says_little(ran, tmp_path):
+def test_report_of_little_says_little(ran, cells, tmp_path):
     folder = shutil.copytree(ran / "out", tmp_path / "out")
-    cell = next(iter(run.read_cells(folder).values()))
-    run.store(cell | {"kind": "speed", "name": "x", "status": "ok", "git_dirty": True}, folder)
+    run.store(cells["ours"] | {"kind": "speed", "git_dirty": True}, folder)
     report.main([str(folder)])
     text = (folder / "report.md").read_text()
     titles = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert titles == ["Steps per second", "Failed", "Hardware, versions, commands"]
     assert (folder / "speed.png").stat().st_size > 5000
-    assert f"{cell['git_commit'][:7]} with changes" in text
+    assert f"Commit: {cells['ours']['git_commit'][:7]} with changes" in text
     assert "exit code 2" in text
     with pytest.raises(SystemExit, match="no finished cell"):
         report.main([str(tmp_path / "nothing")])
