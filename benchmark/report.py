@@ -238,7 +238,7 @@ def learning_section(cells: list[dict]) -> str:
     text = "A score is reached when the mean of three logged scores reaches it. "
     text += "Seconds count from the start of the process.\n"
     environments = group_by(cells, "env_id")
-    if len(environments) > 1 and "pufferl" in {cell["name"] for cell in cells}:
+    if len(environments) > 1 and {"ours", "pufferl"} <= {cell["name"] for cell in cells}:
         text += f"\n{against_pufferl(environments)}"
     for env_id, runs in environments.items():
         measures = {
@@ -269,8 +269,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
     """Final scores where both have some, the time to PuffeRL's, and the interquartile mean."""
     rows = []
     scores = {}
-    lows = []
-    highs = []
+    bounds = {}
     for env_id, runs in environments.items():
         names = group_by(runs, "name")
         if not names["ours"] or not names["pufferl"]:
@@ -286,8 +285,7 @@ def against_pufferl(environments: dict[str, list[dict]]) -> str:
         times = map(number, (of_ours, of_theirs, of_ours / of_theirs))
         rows.append([env_id, number(low), spread(ours), spread(theirs), lead, *times])
         scores[env_id] = {"ours": ours, "pufferl": theirs}
-        lows.append(low)
-        highs.append(max(map(last_score, runs)))
+        bounds[env_id] = (low, max(map(last_score, runs)))
     head = ["environment", "untrained", "ours", "PuffeRL", "ours - PuffeRL"]
     head += ["seconds to PuffeRL's final score: ours", "PuffeRL", "ours / PuffeRL"]
     programs = ["ours", "pufferl"]
@@ -296,18 +294,18 @@ interval of the difference of the means. A final
 score counts as reached 1 % below it, of the way from the untrained.
 
 {table(head, rows)}
-{iqm_table(programs, scores, lows, highs, "the best final score of any run here")}"""
+{iqm_table(programs, scores, bounds, "the best final score of any run here")}"""
 
 
-def iqm_table(programs: list[str], scores: dict, lows: list, highs: list, one: str) -> str:
+def iqm_table(programs: list[str], scores: dict, bounds: dict, one: str) -> str:
     """Of each program the interquartile mean of its scores in each environment, on a scale on which
-    0 is the environment's low and 1 its high; of as many runs as every environment has."""
+    its two bounds are 0 and 1; of as many runs as every environment has."""
     rows = []
     for name in programs:
         some = [np.array(each[name]) for each in scores.values()]
         if runs := min(map(len, some)):
-            bounds = zip(some, lows, highs)
-            some = [(own[:runs] - low) / (high - low) for own, low, high in bounds]
+            pairs = zip(some, bounds.values())
+            some = [(own[:runs] - low) / (high - low) for own, (low, high) in pairs]
             rows.append([label(name), number(iqm(*some)), interval(iqm, *some), str(runs)])
     head = ["", "interquartile mean", "95 % interval", "runs per environment"]
     return f"""The interquartile mean over all environments and runs, with a stratified bootstrap \
@@ -317,33 +315,33 @@ interval (Agarwal et al. 2021).
 {table(head, rows)}"""
 
 
-def task_scores(cells: list[dict], published: dict) -> tuple[dict, list[float], list[float]]:
+def task_scores(cells: list[dict], published: dict) -> tuple[dict, dict]:
     """Of each environment, of each program and of who published: the scores of the runs, after
     training where the plan says of how many games, otherwise the best while training. And of each
-    environment what is 0, the untrained score, and what is 1, the highest of these means."""
+    environment the bounds: the untrained score, and the highest of these means."""
     score = played_score if cells[0].get("games") else best_score
     programs = dict.fromkeys(cell["name"] for cell in cells)
     others = dict.fromkeys(key for row in published.values() for key in row)
     scores = {}
-    lows = []
-    highs = []
+    bounds = {}
     for env_id, runs in group_by(cells, "env_id").items():
         names = group_by(runs, "name")
         row = {name: [score(cell) for cell in names[name]] for name in programs}
         known = published.get(env_id, {})
         scores[env_id] = row | {who: [known[who]] if who in known else [] for who in others}
-        lows.append(first_score(runs))
-        highs.append(max(np.mean(some) for some in scores[env_id].values() if some))
-    return scores, lows, highs
+        best = max(np.mean(some) for some in scores[env_id].values() if some)
+        bounds[env_id] = (first_score(runs), best)
+    return scores, bounds
 
 
 def tasks_section(cells: list[dict], published: dict) -> str:
     """A row for each environment, a column for each program, and what others published."""
-    scores, lows, highs = task_scores(cells, published)
+    scores, bounds = task_scores(cells, published)
     environments = group_by(cells, "env_id")
     programs = list(group_by(cells, "name"))
     rows = []
-    for (env_id, each), low in zip(scores.items(), lows):
+    for env_id, each in scores.items():
+        low, _ = bounds[env_id]
         words = {name: spread(some) for name, some in each.items()}
         best = max(np.mean(each[name]) for name in programs if each[name])
         for name in programs:
@@ -360,7 +358,7 @@ def tasks_section(cells: list[dict], published: dict) -> str:
     text += "\nIn the table median, least and most; bold: by its mean the best of the programs, or "
     text += f"within 1 % of the way to it.\n\n{table(head, rows)}\n"
     one = "the highest\nin the row, what others published included"
-    return text + iqm_table(programs, scores, lows, highs, one)
+    return text + iqm_table(programs, scores, bounds, one)
 
 
 def startup_section(cells: list[dict]) -> str:
@@ -502,10 +500,11 @@ def plot_learning(cells: list[dict], path: pathlib.Path):
 
 def plot_tasks(cells: list[dict], path: pathlib.Path, published: dict):
     """A heat map: a row for each environment, a column for each program and who published."""
-    scores, lows, highs = task_scores(cells, published)
+    scores, bounds = task_scores(cells, published)
+    lows, highs = np.transpose(list(bounds.values()))
     rows = [each.values() for each in scores.values()]
     means = np.array([[np.mean(some) if some else np.nan for some in row] for row in rows])
-    shade = ((means.T - lows) / np.subtract(highs, lows)).T
+    shade = ((means.T - lows) / (highs - lows)).T
     figure, axis = plt.subplots(figsize=(2.4 + 1.25 * means.shape[1], 1 + 0.33 * len(means)))
     axis.imshow(shade, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     for row, column in np.argwhere(np.isfinite(means)):
