@@ -119,8 +119,7 @@ benchmark-peers: $(PEERS:%=.peers/%/.installed)  # make a venv in .peers/ for ea
 	@PYTHON=$(PYTHON) TORCH=$(TORCH) bash benchmark/peers/install.sh $*
 
 report: setup  ## redraw benchmark/reports from their stored cells
-	for folder in benchmark/reports/*/cells; do $(PY) benchmark/report.py $$(dirname $$folder) || exit 1; done
-	$(PY) benchmark/credit.py --report
+	$(PY) benchmark/report.py $(patsubst %/cells.jsonl,%,$(wildcard benchmark/reports/*/cells.jsonl))
 	$(PY) benchmark/sweep.py --report-only
 
 lint: setup  # ruff: format check and lint

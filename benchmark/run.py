@@ -1,8 +1,7 @@
-"""Runs a matrix of (program, environment, seed), each cell in a process of its own, and leaves one JSON per cell.
+"""Runs a plan: each cell (program, environment, seed) in a process of its own, one after another.
 
-    python benchmark/run.py benchmark/plans/cpu.yaml --out auto     # goes on where it stopped
-    python benchmark/run.py benchmark/plans/cpu.yaml --out DIR --only speed ceiling_first --cores 0,1
-    python benchmark/run.py --programs ours pufferl --seeds 1 2 3 --duration 40 --interleave --out runs/speed
+    python benchmark/run.py benchmark/plans/cpu.yaml --out auto    # goes on where it stopped
+    python benchmark/run.py benchmark/plans/cpu.yaml --out DIR --only speed ranks --cores 0 1
 
 A plan is a YAML list of groups:
 
@@ -10,49 +9,51 @@ A plan is a YAML list of groups:
       kind: speed              # what the report makes of it: one of KINDS; warm_up is nothing
       programs:                # name: what it is (one of PROGRAMS), and what is special about it
         ours: {program: ours}
-        one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0], x: 512}
-        preset: {program: ours, args: [--config, "configs/{env}.yaml"], seeds: [1]}   # {env}: the environment
-        two processes: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, torch.distributed.run]}
+        one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0]}
+        preset: {program: ours, args: [--config, "configs/{env}.yaml"], seeds: [1]}
+        two ranks: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, ...], x: 2}
         a recipe: {program: ours, script: recipes/gru.patch}    # the reference with this recipe
       envs: [breakout]
       seeds: [1, 2, 3]
-      duration: 40             # seconds of each run after its first update, or steps: N; neither: its own
+      duration: 40             # seconds of each run after its first update, or steps: N, or neither
       interleave: true         # A B A B ...: a machine that drifts hurts both alike
       cold: true               # each run starts with an empty compile cache
       timeout: 600             # seconds after which a cell is ended and has failed
-      x_label: environments    # kind scaling: what x is
-      solved: 850              # kind learning: also find the first checkpoint that plays this score
-      games: 32                # kind learning: so many are played at the end (128), and a table of tasks compares them
+      solved: 850              # kind learning: find the first checkpoint that plays this score
+      games: 32                # kind learning: this many are played at the end instead of 128
 
-Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes) and a last one, with
-"exit_reason". The time of ours counts from the first update on, that of the others from their start. --out auto is the folder of this kind of CPU in benchmark/reports: cpu-amx, cpu-bf16, cpu-avx512, cpu-avx2,
-cpu-arm. A finished cell (its JSON is there, with the same command, environment variables and cores) is not run again,
-unless --fresh. A failed one is recorded with the end of its output, the others run, and the exit code is 1.
-Then: python benchmark/report.py DIR
+Every program leaves a metrics.jsonl with a row now and then ("step", "time", and what it likes)
+and a last one, with "exit_reason". The time of ours counts from the first update on, that of the
+others from their start.
+
+DIR/cells.jsonl gets a line for each cell; the last line of a cell counts. Two processes may add to
+it at once, each on cores of its own. --out auto is the folder of this kind of CPU in
+benchmark/reports. A finished cell (stored with the same command, environment variables and cores)
+is not run again, unless --fresh. A failed one is stored with the end of its output, the others
+run, and the exit code is 1. Then: python benchmark/report.py DIR
 """
 
 import argparse
+import bisect
 import contextlib
-import importlib.metadata
+import fcntl
 import itertools
 import json
+import math
+import operator
 import os
 import pathlib
 import platform
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from importlib.metadata import version
 
 import psutil
 import yaml
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPUINFO = pathlib.Path("/proc/cpuinfo")
@@ -60,21 +61,16 @@ PROGRAMS = {
     "ours": "ppo_lstm_puffer.py",
     "ceiling": "benchmark/ceiling.py",
     "random": "benchmark/peers/random_policy.py",
-} | {peer: f"benchmark/peers/{peer}.py" for peer in ("pufferl", "sb3", "sample_factory")}
-KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
-GROUP_KEYS = {
-    "name",
-    "kind",
-    "programs",
-    "envs",
-    "seeds",
-    "duration",
-    "steps",
-    "interleave",
-    "cold",
+    "pufferl": "benchmark/peers/pufferl.py",
+    "sb3": "benchmark/peers/sb3.py",
+    "sample_factory": "benchmark/peers/sample_factory.py",
 }
-GROUP_KEYS |= {"timeout", "x_label", "solved", "games"}
-PROGRAM_KEYS = {"program", "args", "env", "cores", "x", "script", "launcher", "seeds"}
+PEERS = ("pufferl", "sb3", "sample_factory")  # each has a virtual environment in .peers
+KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
+OPTIONAL = ("duration", "solved", "games")  # what a cell has of its group
+GROUP_KEYS = ("name", "kind", "programs", "envs", "seeds", "steps", "interleave", "cold", "timeout")
+GROUP_KEYS += OPTIONAL
+PROGRAM_KEYS = ("program", "args", "env", "cores", "x", "script", "launcher", "seeds")  # x: ranks
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
     "amx_bf16": ("AMX-BF16", "cpu-amx"),
     "avx512_bf16": ("AVX512-BF16", "cpu-bf16"),
@@ -83,123 +79,125 @@ CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that 
     "bf16": ("Arm BF16", "cpu-arm"),
     "asimd": ("Arm NEON", "cpu-arm"),
 }
-SAME = (
-    "command",
-    "environment",
-    "cores",
-    "cold",
-)  # a stored cell that agrees in these is the same measurement
+# Of this environment, in which ours runs; the peers note their own.
+VERSIONS = {name: version(name) for name in ("torch", "numpy", "gymnasium", "pufferlib")}
+VERSIONS["python"] = platform.python_version()
+WHICH = operator.itemgetter("group", "name", "env_id", "seed")  # what tells cells apart
+SAME = operator.itemgetter("command", "environment", "cores", "cold")  # measured alike
 
 
-# From a plan to cells -------------------------------------------------------------------------------------------------
+# From a plan to cells -----------------------------------------------------------------------------
 
 
-def check_keys(where: str, given: dict, known: set[str]):
-    if unknown := set(given) - known:
-        raise ValueError(
-            f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
-        )
+def check(where: str, what: str, given, known):
+    for value in given:
+        if value not in known:
+            raise ValueError(f"{where}: {what} {value}: must be one of {', '.join(known)}")
 
 
 def expand(group: dict, cores: list[int]) -> list[dict]:
-    """The cells of a group in the order in which they run. Raises ValueError if the plan is wrong."""
-    check_keys(group["name"], group, GROUP_KEYS)
-    if group["kind"] not in KINDS:
-        raise ValueError(
-            f"{group['name']}: kind {group['kind']}: must be one of {', '.join(KINDS)}"
-        )
-    cells, steps, duration = [], group.get("steps"), group.get("duration")
-    same = {
-        "group": group["name"],
-        "kind": group["kind"],
-        "duration": duration,
-        "cold": group.get("cold", False),
-    }
-    same |= {"x_label": group.get("x_label"), "solved": group.get("solved")}
-    same |= {"timeout": group.get("timeout", (duration or 3000) + 600)}
-    same["games"] = group.get("games")
-    for (name, program), env_id in itertools.product(
-        group["programs"].items(), group.get("envs", ["breakout"])
-    ):
+    """The cells of a group in the order in which they run. Raises ValueError if it is wrong."""
+    check(group["name"], "key", group, GROUP_KEYS)
+    check(group["name"], "kind", [group["kind"]], KINDS)
+    environments = group.get("envs", ["breakout"])
+    cells = []
+    for (name, program), env_id in itertools.product(group["programs"].items(), environments):
         where = f"{group['name']}, {name}"
-        check_keys(where, program, PROGRAM_KEYS)
-        if program["program"] not in PROGRAMS:
-            raise ValueError(
-                f"{where}: program {program['program']}: must be one of {', '.join(PROGRAMS)}"
-            )
-        cell = same | {
-            "name": str(name),
-            "program": program["program"],
-            "env_id": env_id,
-            "x": program.get("x"),
-        }
+        check(where, "key", program, PROGRAM_KEYS)
+        check(where, "program", [program["program"]], PROGRAMS)
+        cell = {"group": group["name"], "kind": group["kind"], "name": str(name), "env_id": env_id}
+        cell |= {key: group.get(key) for key in OPTIONAL}
+        cell["timeout"] = group.get("timeout", (cell["duration"] or 3000) + 600)
+        cell["cold"] = group.get("cold", False)
+        cell["program"] = program["program"]
+        cell["x"] = program.get("x")
         cell["environment"] = {key: str(value) for key, value in program.get("env", {}).items()}
         cell["cores"] = program.get("cores", cores)
         if not set(cell["cores"]) <= set(range(os.cpu_count())):
             raise ValueError(f"cores {cell['cores']}: this machine has {os.cpu_count()}")
         for seed in program.get("seeds", group.get("seeds", [1])):
-            cells.append(
-                cell | {"seed": seed, "command": command(program, env_id, seed, steps, duration)}
-            )
-    return sorted(cells, key=lambda cell: cell["seed"]) if group.get("interleave") else cells
+            words = command(group, program, env_id, seed)
+            cells.append(cell | {"seed": seed, "command": words})
+    if group.get("interleave"):
+        cells.sort(key=lambda cell: cell["seed"])
+    return cells
 
 
-def command(
-    program: dict, env_id: str, seed: int, steps: int | None, duration: float | None
-) -> list[str]:
-    """The command as it is run in the repository's folder; DIR stands for the temporary folder that it writes to."""
-    kind, executable = program["program"], pathlib.Path(sys.executable)
-    if kind not in ("ours", "ceiling", "random"):
-        executable = ROOT / ".peers" / kind / "bin/python"
-    python = str(executable.relative_to(ROOT)) if executable.is_relative_to(ROOT) else "python"
+def command(group: dict, program: dict, env_id: str, seed: int) -> list[str]:
+    """As it is run in the repository's folder; DIR is the temporary folder that it writes to."""
+    kind = program["program"]
+    python = ROOT / f".peers/{kind}/bin/python" if kind in PEERS else pathlib.Path(sys.executable)
+    python = python.relative_to(ROOT) if python.is_relative_to(ROOT) else "python"
     words = [python, *program.get("launcher", []), program.get("script", PROGRAMS[kind])]
     words += ["--env-id", env_id, "--seed", seed]
-    flags = (
-        "--total-timesteps --time-limit --output-dir"
-        if kind == "ours"
-        else "--steps --seconds --folder"
-    )
-    for flag, value in zip(flags.split(), (steps, duration, "DIR")):
-        words += [flag, value] if value is not None else []
-    return [str(word).replace("{env}", env_id) for word in (*words, *program.get("args", []))]
+    flags = ["--total-timesteps", "--time-limit", "--output-dir"]
+    if kind != "ours":
+        flags = ["--steps", "--seconds", "--folder"]
+    for flag, value in zip(flags, (group.get("steps"), group.get("duration"), "DIR")):
+        if value is not None:
+            words += [flag, value]
+    words += program.get("args", [])
+    return [str(word).replace("{env}", env_id) for word in words]
 
 
-def interpreter(word: str) -> str:
-    """The path of the Python that a command names; one outside of the repository is just called python."""
-    return sys.executable if word == "python" else str(ROOT / word)
+# Stored cells -------------------------------------------------------------------------------------
 
 
-def path_of(cell: dict, out: pathlib.Path) -> pathlib.Path:
-    name = re.sub(r"[^\w.-]+", "-", f"{cell['name']}__{cell['env_id']}__{cell['seed']}")
-    return out / "cells" / cell["group"] / f"{name}.json"
+@contextlib.contextmanager
+def cells_file(folder: pathlib.Path):
+    """cells.jsonl of a report's folder, while no other process has it. Writes go to its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "cells.jsonl", "ab+", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        yield file
 
 
-def is_finished(cell: dict, out: pathlib.Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        stored = json.loads(path_of(cell, out).read_text())
-        return stored["status"] == "ok" and all(stored[key] == cell[key] for key in SAME)
-    return False
+def read_cells(folder: pathlib.Path) -> dict[tuple, dict]:
+    """The last line of each cell, by WHICH."""
+    if not (folder / "cells.jsonl").exists():
+        return {}
+    with cells_file(folder) as file:
+        cells = [json.loads(line) for line in file.readall().splitlines()]
+    return {WHICH(cell): cell for cell in cells}
 
 
-# One cell: run it, watch it, read what it left ------------------------------------------------------------------------
+def store(cell: dict, folder: pathlib.Path):
+    with cells_file(folder) as file:
+        file.write(f"{json.dumps(cell)}\n".encode())
+
+
+def forget(groups: set[str], folder: pathlib.Path):
+    with cells_file(folder) as file:
+        lines = file.readall().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["group"] not in groups]
+        file.truncate(0)
+        file.write(b"".join(kept))
+
+
+def is_finished(cell: dict, stored: dict[tuple, dict]) -> bool:
+    same = stored.get(WHICH(cell), {"status": "missing"})
+    return same["status"] == "ok" and SAME(same) == SAME(cell)
+
+
+# One cell: run it, watch it, read what it left ----------------------------------------------------
 
 
 def start(cell: dict, folder: str, log) -> subprocess.Popen:
-    """Starts the cell's process in a group of its own, on its cores: a child inherits the affinity of who starts it."""
+    """Starts the cell's process in a group of its own, on its cores."""
     environment = os.environ | cell["environment"]
     if cell["cold"]:
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}-cache"
     words = [folder if word == "DIR" else word for word in cell["command"]]
-    words[0] = interpreter(words[0])
+    words[0] = sys.executable if words[0] == "python" else str(ROOT / words[0])
     if words[1].endswith(".patch"):
         copy = f"{folder}-{pathlib.Path(words[1]).stem}.py"
-        subprocess.run(
-            ["patch", "-s", "-o", copy, ROOT / PROGRAMS["ours"], ROOT / words[1]], check=True
-        )
+        patch = ["patch", "-s", "-o", copy, ROOT / PROGRAMS["ours"], ROOT / words[1]]
+        subprocess.run(patch, check=True)
         words[1] = copy
-    ours = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cell["cores"])
     options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cell["cores"])  # a child has the affinity of who starts it
     try:
         return subprocess.Popen(words, cwd=ROOT, env=environment, **options)
     finally:
@@ -207,10 +205,9 @@ def start(cell: dict, folder: str, log) -> subprocess.Popen:
 
 
 def read_rows(folder: str | pathlib.Path) -> tuple[list[dict], dict]:
-    """The rows of the metrics.jsonl somewhere under folder, and the last one, which says how it ended ({}: not yet).
-
-    In front of what ours has logged stands a row of its first update, at which its time begins.
-    """
+    """The rows of the metrics.jsonl somewhere in a folder, and the last one, which says how it
+    ended ({}: not yet). Before what ours has logged stands a row of its first update, at which its
+    time begins."""
     rows = []
     for path in pathlib.Path(folder).rglob("metrics.jsonl"):
         for text in path.read_text().splitlines():
@@ -224,116 +221,114 @@ def read_rows(folder: str | pathlib.Path) -> tuple[list[dict], dict]:
     return rows, last
 
 
-def watch(
-    process: subprocess.Popen,
-    folder: str,
-    since: float,
-    timeout: float,
-    family: set,
-    tick: Callable,
-) -> dict:
-    """Until the process ends: the seconds to its first update, and the peak resident memory of it and its family.
-
-    Looks for the first row 20 times a second, at the memory twice a second, so that watching costs the watched nothing.
-    """
-    seen, sampled = {"seconds_to_first_update": None, "peak_rss_mib": 0.0}, 0.0
+def watch(process, folder: str, since: float, timeout: float, family: set) -> dict:
+    """Until the process ends: the seconds to its first update, and the peak resident memory of it
+    and its children, which `family` gets. So seldom that the watched does not notice."""
+    first_update = None
+    peak = 0
+    sampled = 0.0
     while process.poll() is None:
         now = time.perf_counter() - since
         if now > timeout:
             raise TimeoutError(f"ended after the timeout of {timeout:g} seconds")
-        if seen["seconds_to_first_update"] is None and (rows := read_rows(folder)[0]):
+        if first_update is None and (rows := read_rows(folder)[0]):
             since_then = rows[-1]["time"] if "iteration" in rows[0] else 0.0
-            seen["seconds_to_first_update"] = now - since_then
+            first_update = now - since_then
         if now - sampled > 0.5:
-            sampled, size = now, 0
+            sampled = now
             with contextlib.suppress(psutil.Error):
                 leader = psutil.Process(process.pid)
-                family.update(children := leader.children(recursive=True))
-                for member in (leader, *children):
-                    with contextlib.suppress(psutil.Error):
-                        size += member.memory_info().rss
-            seen["peak_rss_mib"] = max(seen["peak_rss_mib"], size / 2**20)
-            tick(now)
+                family.update((leader, *leader.children(recursive=True)))
+            peak = max(peak, sum(map(resident, family)))
         time.sleep(0.05)
-    return seen
+    return {"seconds_to_first_update": first_update, "peak_rss_mib": peak / 2**20}
 
 
-def running(member: psutil.Process) -> bool:
+def resident(member: psutil.Process) -> int:
+    """Bytes of memory; 0 if it has ended."""
     with contextlib.suppress(psutil.Error):
-        return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
-    return False
+        return member.memory_info().rss if member.is_running() else 0
+    return 0
 
 
 def stop(process: subprocess.Popen, family: set[psutil.Process]):
-    """Ends the process, its group, and its children that have left the group: nothing goes on burning a core."""
+    """Ends the process, its group, and its children outside of it: nothing goes on using a core."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        for member in filter(running, family):
+        for member in filter(resident, family):
             with contextlib.suppress(psutil.Error):
                 member.send_signal(number)
         deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and (process.poll() is None or any(map(running, family))):
+        while process.poll() is None or any(map(resident, family)):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
 
 
-def measure(cell: dict, tick: Callable[[float], None]) -> dict:
+def measure(cell: dict) -> dict:
     """Runs a cell and returns all that is known about it; "status" is ok or failed."""
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    result = cell | {"status": "ok", "started": started, "load_before": os.getloadavg()[0]}
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        open(f"{temporary}/log", "w+", errors="replace") as log,
-    ):
-        folder, since, family, error = f"{temporary}/run", time.perf_counter(), set(), None
+    result = {"status": "ok", "started": started, "load_before": os.getloadavg()[0]}
+    result |= repository()
+    error = None
+    with tempfile.TemporaryDirectory() as temporary, open(f"{temporary}/log", "w") as log:
+        folder = f"{temporary}/run"
         os.mkdir(folder)
+        since = time.perf_counter()
+        family = set()
         process = start(cell, folder, log)
         try:
-            result |= watch(process, folder, since, cell["timeout"], family, tick)
+            result |= watch(process, folder, since, cell["timeout"], family)
         except TimeoutError as timeout:
             error = str(timeout)
         finally:
             stop(process, family)
         result["wall_seconds"] = time.perf_counter() - since
-        log.seek(0)
-        output, (rows, last) = log.read(), read_rows(folder)
-        if (
-            cell["kind"] == "learning"
-            and cell["program"] == "ours"
-            and not error
-            and process.returncode == 0
-        ):
-            tick(result["wall_seconds"])
-            (run,) = pathlib.Path(folder).iterdir()
-            if played := play(cell, folder, run):
-                result["played"] = played
-            if cell["solved"] is not None:
-                result["first_solved"] = first_solved(
-                    cell, folder, run, rows, result["seconds_to_first_update"]
-                )
-        result = {"versions": versions()} | last | result | from_rows(rows) | repository()
+        output = pathlib.Path(log.name).read_text(errors="replace")
+        rows, last = read_rows(folder)
+        result = {"versions": VERSIONS} | last | result | from_rows(rows)
         result["hardware"] = hardware(output)
+        if process.returncode:
+            error = error or f"exit code {process.returncode}"
+        elif not last:
+            error = error or "its metrics.jsonl has no last row"
+        elif cell["kind"] in ("speed", "ranks", "scaling") and not result["sps_steady"]:
+            error = error or "it ended before there was a steady speed; was it still compiling?"
         for config in pathlib.Path(folder).glob("*/config.yaml"):  # ours
             result["arguments"] = yaml.safe_load(config.read_text())
+            if cell["kind"] == "learning" and not error:
+                result |= games_of(cell, folder, config.parent, rows, result)
         if "--nproc-per-node" in cell["command"]:
             ranks = cell["command"][cell["command"].index("--nproc-per-node") + 1]
             result["ranks"] = {"world_size": int(ranks)}
-        error = error or (process.returncode and f"exit code {process.returncode}")
-        error = error or (not last and "its metrics.jsonl has no last row")
-        if cell["kind"] in ("speed", "ranks", "scaling") and not result["sps_steady"]:
-            error = error or "it ended before there was a steady speed; was it still compiling?"
         if error:
             result |= {"status": "failed", "error": error, "output_tail": output[-2000:]}
-        # No paths of this machine: the repository's become relative, of any other only the last part is kept.
+        # No path of this machine: those in the repository become relative, others the last part.
         text = json.dumps(result).replace(folder, "DIR").replace(f"{ROOT}/", "")
-        return json.loads(re.sub(r"(?<![\w.:/-])/(?:[\w.+@~-]+/)+", "", text))
+        return json.loads(re.sub(r"(?<![\w.:/-])/(?:[\w.+@~-]+/)+", "", text)) | cell
+
+
+def games_of(cell: dict, folder: str, run: pathlib.Path, rows: list[dict], result: dict) -> dict:
+    """What games after training say of the run, and of its first checkpoint whose games have the
+    mean score `solved`, with the seconds from the start of the process until it was written."""
+    found = {"played": play(cell, folder, run)}
+    logged = {row["iteration"]: row for row in rows}  # --log-interval divides --checkpoint-interval
+    for model in sorted(run.glob("model_*.pt")) if cell["solved"] is not None else []:
+        row = logged.get(int(model.stem.rpartition("_")[2]))
+        score = row and play(cell, folder, model)
+        if score and score["episodic_return"]["mean"] >= cell["solved"]:
+            seconds = row["time"] + result["seconds_to_first_update"]
+            found["first_solved"] = {"step": row["step"], "seconds": seconds}
+            break
+    return {key: value for key, value in found.items() if value}
 
 
 def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
-    """What tools/play.py says of a run's or a checkpoint's games with the most likely actions; None if none ends in
-    ten minutes."""
+    """What tools/play.py says of a run's or a checkpoint's games with the most likely actions;
+    None if none ends in ten minutes."""
     words = [cell["command"][0], "tools/play.py", str(what), "--deterministic"]
-    words += ["--episodes", str(cell.get("games") or 128)]
+    words += ["--episodes", str(cell["games"] or 128)]
     with open(f"{folder}-played", "w+") as output:
         process = start(cell | {"command": words}, folder, output)
         try:
@@ -347,288 +342,136 @@ def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
     return played if "episodic_return" in played else None
 
 
-def first_solved(
-    cell: dict, folder: str, run: pathlib.Path, rows: list[dict], first_update: float
-) -> dict | None:
-    """The first of the checkpoints whose 128 games have the mean score `solved`: its step, that mean, the least of
-    the games, and the seconds from the start of the process until it was written. None if there is none."""
-    logged = {row["iteration"]: row for row in rows}  # --log-interval divides --checkpoint-interval
-    for model in sorted(run.glob("model_*.pt")):
-        row = logged.get(int(model.stem.rpartition("_")[2]))
-        played = row and play(cell, folder, model)
-        if played and (score := played["episodic_return"])["mean"] >= cell["solved"]:
-            seconds = row["time"] + first_update
-            return {
-                "step": row["step"],
-                "seconds": seconds,
-                "score": score["mean"],
-                "least": score["min"],
-            }
-    return None
-
-
-def second_half(times: list[float]) -> int:
-    """Of two points or more, the first in the second half of the seconds since the first, before which it compiles."""
-    middle = (times[0] + times[-1]) / 2
-    return min(
-        next(index for index, seconds in enumerate(times) if seconds >= middle), len(times) - 2
-    )
-
-
-def steady_speed(curve: dict) -> float | None:
-    """Steps per second in the second half, if there are two points."""
-    times, steps = curve["time"], curve["step"]
+def steady_speed(times: list[float], steps: list[int]) -> float | None:
+    """Steps per second from half of the seconds on, before which it compiles; None of one point."""
     if len(times) < 2:
         return None
-    first = second_half(times)
+    first = bisect.bisect_left(times, (times[0] + times[-1]) / 2)
+    first = min(first, len(times) - 2)
     return (steps[-1] - steps[first]) / (times[-1] - times[first])
 
 
-def phases(rows: list[dict]) -> dict[str, float]:
-    """Seconds of each phase after the first row. A row has their shares of the time since the one before."""
-    seconds = defaultdict(float)
-    for before, row in itertools.pairwise(rows):
-        for key in row:
-            if key.startswith("time/"):
-                name = key.removeprefix("time/")
-                seconds[name] += row[key] * (row["time"] - before["time"])
-    return dict(seconds)
-
-
 def from_rows(rows: list[dict], points: int = 400) -> dict:
-    """What is computed in the same way for every program: speed (steady: of the second half), seconds of each phase and
-    shares of the second half, and the thinned curve, whose score is the mean one logged, or else the mean return."""
-    curve = {key: [row.get(key) for row in rows] for key in ("step", "time", "sps")}
-    curve["score"] = [row.get("env/score", row.get("episodic_return")) for row in rows]
-    result, every = (
-        {"sps_steady": steady_speed(curve), "phases": phases(rows), "phase_shares": {}},
-        -(-len(rows) // points),
-    )
-    if rows:
-        result |= {
-            "timesteps": rows[-1]["step"],
-            "seconds": rows[-1]["time"],
-            "sps": rows[-1]["step"] / rows[-1]["time"],
-        }
-    if len(rows) > 1:
-        half = rows[second_half(curve["time"]) :]
-        seconds = half[-1]["time"] - half[0]["time"]
-        result["phase_shares"] = {name: spent / seconds for name, spent in phases(half).items()}
-    keep = sorted({*range(0, len(rows), every or 1), *range(len(rows))[-1:]})
-    thin = {key: [column[i] and round(column[i], 3) for i in keep] for key, column in curve.items()}
-    return result | {"curve": thin}
+    """What is computed alike for every program: its speed, and its curve, thinned to so many
+    points and the last, whose score is the mean one logged, or else the mean return."""
+    times = [row["time"] for row in rows]
+    result = {"sps_steady": steady_speed(times, [row["step"] for row in rows])}
+    every = math.ceil(len(rows) / points) or 1
+    kept = [row for i, row in enumerate(rows) if i % every == 0 or row is rows[-1]]
+    kept = [row | {"score": row.get("env/score", row.get("episodic_return"))} for row in kept]
+    result["curve"] = {}
+    for key in ("step", "time", "sps", "score"):
+        result["curve"][key] = [row.get(key) and round(row[key], 3) for row in kept]
+    return result
+
+
+# The machine --------------------------------------------------------------------------------------
 
 
 def kind_of_cpu(info: str) -> tuple[str, str]:
     """Instruction set and kind, from what /proc/cpuinfo says."""
     flags = set(info.split())
-    return next(
-        (both for flag, both in CPUS.items() if flag in flags),
-        (platform.machine(), f"cpu-{platform.machine()}"),
-    )
+    unknown = (platform.machine(), f"cpu-{platform.machine()}")
+    return next((both for flag, both in CPUS.items() if flag in flags), unknown)
 
 
 def report_folder(text: str) -> pathlib.Path:
-    return (
-        pathlib.Path(text)
-        if text != "auto"
-        else ROOT / "benchmark/reports" / kind_of_cpu(CPUINFO.read_text())[1]
-    )
+    if text == "auto":
+        return ROOT / "benchmark/reports" / kind_of_cpu(CPUINFO.read_text())[1]
+    return pathlib.Path(text)
 
 
 def hardware(output: str = "") -> dict:
-    """Of this machine, and of it what a script of ours says that it uses: "cpu, 2 threads, bfloat16"."""
+    """Of this machine, and what a script of ours says that it uses: "cpu, 2 threads, bfloat16"."""
     info = CPUINFO.read_text()
     name = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    facts = {
-        "cpu": name[1] if name else platform.processor(),
-        "instruction_set": kind_of_cpu(info)[0],
-    }
-    facts |= {
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-    }
-    if said := re.search(r"^(\w+), (\d+) threads, ", output, re.MULTILINE):
-        facts |= {"gpu": gpu()} if said[1] == "cuda" else {"threads": int(said[2])}
+    memory = psutil.virtual_memory().total / 2**30
+    facts = {"cpu": name[1] if name else platform.processor(), "cores": os.cpu_count()}
+    facts |= {"instruction_set": kind_of_cpu(info)[0], "memory_gib": round(memory, 1)}
+    said = re.search(r"^(\w+), (\d+) threads, ", output, re.MULTILINE)
+    if said and said[1] == "cuda":
+        names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        facts["gpu"] = names.partition("\n")[0] or "a GPU"
+    elif said:
+        facts["threads"] = int(said[2])
     return facts
 
 
-def gpu() -> str:
-    if not shutil.which("nvidia-smi"):
-        return "a GPU"
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(words, capture_output=True, text=True).stdout.partition("\n")[0]
-
-
-def versions() -> dict:
-    """Of this environment, in which ours runs; the other programs have their own."""
-    packages = {
-        name: importlib.metadata.version(name)
-        for name in ("torch", "numpy", "gymnasium", "pufferlib")
-    }
-    return {"python": platform.python_version()} | packages
+def output_of(*words: str) -> str:
+    """What a program prints; nothing where it is missing or fails."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(words, cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
+    return ""
 
 
 def repository() -> dict:
     """The commit, and whether a tracked file outside the reports differs from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True
-        ).stdout.strip()
-
-    changes = git("status", "--porcelain", "-uno", "--", ".", ":!benchmark/reports")
-    return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(changes)}
+    commit = output_of("git", "rev-parse", "HEAD").strip()
+    changes = output_of("git", "status", "--porcelain", "-uno", "--", ".", ":!benchmark/reports")
+    return {"git_commit": commit, "git_dirty": bool(changes)}
 
 
-def store(cell: dict, path: pathlib.Path):
-    """Indented, but for the curve, whose columns take a line each."""
-    head = json.dumps(
-        {key: value for key, value in cell.items() if key != "curve"}, indent=1
-    ).removesuffix("\n}")
-    columns = ",\n".join(
-        f'  "{key}": {json.dumps(column)}' for key, column in cell["curve"].items()
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(f'{head},\n "curve": {{\n{columns}\n }}\n}}\n')
-    path.with_suffix(".tmp").replace(path)
-
-
-# All cells ------------------------------------------------------------------------------------------------------------
+# All cells ----------------------------------------------------------------------------------------
 
 
 def run_all(cells: list[dict], out: pathlib.Path) -> int:
-    """Runs the cells that are not finished, one after another. Returns how many failed."""
-    failed, walls = 0, {}
-
-    def expected(cell: dict) -> float:
-        """Seconds: as long as the last of its kind; at first a guess."""
-        guess = (cell["duration"] or (300 if cell["kind"] == "learning" else 15)) + 15
-        return walls.get((cell["group"], cell["name"]), guess)
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    with Progress(*columns, refresh_per_second=1, transient=True) as progress:
-        task = progress.add_task("", total=len(cells), left="")
-        for number, cell in enumerate(cells):
-            label = f"{cell['group']} / {cell['name']} / {cell['env_id']} / seed {cell['seed']}"
-
-            def tick(seconds: float, cell=cell, label=label, number=number):
-                left = max(expected(cell) - seconds, 0) + sum(map(expected, cells[number + 1 :]))
-                progress.update(
-                    task,
-                    description=f"{label}, {seconds:.0f} s",
-                    left=f"about {left / 60:.0f} min left",
-                )
-
-            tick(0)
-            result = measure(cell, tick)
-            store(result, path_of(cell, out))
-            walls[cell["group"], cell["name"]] = result["wall_seconds"]
-            failed += result["status"] == "failed"
-            facts = [f"{result['wall_seconds']:.0f} s"]
-            if result["status"] == "failed":
-                facts.append(
-                    f"FAILED, {result['error']}: {(result['output_tail'].strip().splitlines() or [''])[-1]}"
-                )
-            if result["sps_steady"]:
-                facts.append(f"{result['sps_steady']:,.0f} steps/s")
-            if scores := [score for score in result["curve"]["score"] if score is not None]:
-                facts.append(f"score {scores[-1]:.1f}")
-            progress.console.print(
-                f"{label}: {', '.join(facts)}", markup=False, highlight=False, soft_wrap=True
-            )
-            progress.advance(task)
+    """Runs and stores cells, one after another. Returns how many failed."""
+    failed = 0
+    for number, cell in enumerate(cells, 1):
+        label = f"{cell['group']} / {cell['name']} / {cell['env_id']} / seed {cell['seed']}"
+        print(f"{number} of {len(cells)}: {label}", end="", flush=True)
+        result = measure(cell)
+        store(result, out)
+        facts = [f"{result['wall_seconds']:.0f} s"]
+        if result["sps_steady"]:
+            facts.append(f"{result['sps_steady']:,.0f} steps/s")
+        if scores := [score for score in result["curve"]["score"] if score is not None]:
+            facts.append(f"score {scores[-1]:.1f}")
+        if result["status"] == "failed":
+            failed += 1
+            *_, said = ["", *result["output_tail"].strip().splitlines()]
+            facts.append(f"FAILED, {result['error']}: {said}")
+        print(f": {', '.join(facts)}", flush=True)
     return failed
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "plan",
-        nargs="?",
-        type=pathlib.Path,
-        help="a YAML file; or give the matrix by the flags below",
-    )
-    parser.add_argument(
-        "--out", type=report_folder, required=True, help="gets cells/GROUP/NAME__ENV__SEED.json"
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("plan", type=pathlib.Path)
+    parser.add_argument("--out", type=report_folder, required=True, help="gets cells.jsonl")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="of the plan, only these groups")
-    parser.add_argument(
-        "--fresh", action="store_true", help="forget the stored cells (with --only: of its groups)"
-    )
-    parser.add_argument(
-        "--cores", help="pin every process to these, such as 0,1 (a program's own in the plan win)"
-    )
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS)
-    parser.add_argument("--envs", nargs="+", default=["breakout"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--duration", type=float, help="seconds")
-    parser.add_argument("--interleave", action="store_true")
+    parser.add_argument("--fresh", action="store_true", help="forget the groups' stored cells")
+    parser.add_argument("--cores", nargs="+", type=int, help="of programs without any in the plan")
     args = parser.parse_args(argv)
-    if (args.plan is None) == (args.programs is None):
-        parser.error("give either a plan or --programs")
+    cores = sorted(args.cores or os.sched_getaffinity(0))
     try:
-        if args.plan:
-            groups = yaml.safe_load(args.plan.read_text())
-        else:
-            keys = GROUP_KEYS & {key for key, value in vars(args).items() if value is not None} - {
-                "programs"
-            }
-            matrix = {key: getattr(args, key) for key in keys}
-            matrix |= {"name": "matrix", "kind": "speed" if args.duration else "learning"}
-            groups = [matrix | {"programs": {name: {"program": name} for name in args.programs}}]
-        names = [group["name"] for group in groups]
-        if unknown := set(args.only or []) - set(names):
-            raise ValueError(
-                f"--only {' '.join(sorted(unknown))}: the plan's groups are {', '.join(names)}"
-            )
-        cores = (
-            sorted(map(int, args.cores.split(",")))
-            if args.cores
-            else sorted(os.sched_getaffinity(0))
-        )
-        groups = [group for group in groups if not args.only or group["name"] in args.only]
-        cells = [cell for group in groups for cell in expand(group, cores)]
+        groups = {group["name"]: group for group in yaml.safe_load(args.plan.read_text())}
+        names = args.only or list(groups)
+        check("--only", "group", names, groups)
+        cells = [cell for name in groups if name in names for cell in expand(groups[name], cores)]
     except KeyError as error:
         parser.error(f"{args.plan}: {error} is missing")
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         parser.error(f"{args.plan}: {error}")
     if args.fresh:
-        for name in args.only or [
-            ""
-        ]:  # without --only those of groups that are no longer in the plan, too
-            shutil.rmtree(args.out / "cells" / name, ignore_errors=True)
-    missing = {
-        cell["program"] for cell in cells if not os.path.exists(interpreter(cell["command"][0]))
-    }
-    for peer in sorted(missing):
-        print(
-            f"skipped: {peer}, which is not installed (no .peers/{peer}); `make benchmark-peers` installs it"
-        )
-    cells = [cell for cell in cells if cell["program"] not in missing]
-    todo = [cell for cell in cells if not is_finished(cell, args.out)]
-    print(
-        f"{len(cells) - len(todo)} of {len(cells)} cells are finished, {len(todo)} to run; results in {args.out}"
-    )
+        forget(set(names), args.out)
+    for peer in PEERS:
+        others = [cell for cell in cells if cell["program"] != peer]
+        if len(others) < len(cells) and not (ROOT / f".peers/{peer}").exists():
+            print(f"skipped: {peer}, which is not installed; `make benchmark-peers` installs it")
+            cells = others
+    stored = read_cells(args.out)
+    todo = [cell for cell in cells if not is_finished(cell, stored)]
+    print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, {len(todo)} to run")
     try:
         failed = run_all(todo, args.out)
     except KeyboardInterrupt:
-        again = [word for word in sys.argv if word != "--fresh"]
-        print(f"interrupted; to go on: {shlex.join([sys.executable, *again])}", file=sys.stderr)
+        print("\ninterrupted; the same command without --fresh goes on", file=sys.stderr)
         return 130
     if failed:
-        print(
-            f'{failed} of {len(todo)} cells failed; see "error" and "output_tail" in their JSON',
-            file=sys.stderr,
-        )
+        where = args.out / "cells.jsonl"
+        print(f'{failed} failed; see "error" and "output_tail" in {where}', file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -8,11 +8,12 @@ minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization w
 a second, against 11-16 Serial and eager and 30 with Multiprocessing and eager. It needs heavyball 1.7.2, the release of
 its time; with 2.2.1 it hardly learns. Its seeding is commented out, so torch and numpy are seeded here.
 
-A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network with an LSTM of 128,
-and SIZES below instead of minibatches of 8192, of which a Python environment would give it few.
+A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network with an LSTM, and
+SIZES below instead of minibatches of 8192, of which a Python environment would give it few.
 """
 
 import functools
+import json
 import sys
 
 import gymnasium as gym
@@ -29,8 +30,8 @@ SIZES = {"minibatch_size": 1024, "update_epochs": 2}
 EMULATED = f"Serial with torch.compile; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 
 
-def make_gymnasium(env_id: str, buf=None, seed=0) -> pufferlib.emulation.GymnasiumPufferEnv:
-    env = pufferlib.EpisodeStats(gym.make(env_id))
+def make_gymnasium(env_id: str, kwargs: dict, buf=None, seed=0):
+    env = pufferlib.EpisodeStats(gym.make(env_id, **kwargs))
     return pufferlib.emulation.GymnasiumPufferEnv(env=env, buf=buf, seed=seed)
 
 
@@ -39,6 +40,9 @@ def main():
     parser.add_argument("--backend", choices=("Serial", "Multiprocessing"), default="Serial")
     parser.add_argument("--compile", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hidden-size", type=int, default=128, help="of a Gymnasium id's network")
+    parser.add_argument("--env", type=json.loads, default={}, help="a Gymnasium id's, as JSON")
+    parser.add_argument("--train", type=json.loads, default={}, help="other settings, as JSON")
     args = parser.parse_args()
     sys.argv = sys.argv[:1]
     import pufferlib.pufferl as pufferl  # reads sys.argv when it loads its configuration
@@ -65,15 +69,18 @@ def main():
     if emulated:
         config["train"] |= SIZES | {"use_rnn": True}
         vecenv = pufferlib.vector.make(
-            functools.partial(make_gymnasium, args.env_id), **config["vec"]
+            functools.partial(make_gymnasium, args.env_id, args.env), **config["vec"]
         )
-        policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=128)
-        policy = pufferlib.models.LSTMWrapper(
-            vecenv.driver_env, policy, input_size=128, hidden_size=128
-        )
+        width = args.hidden_size
+        policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=width)
+        policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, width, width)
     else:
         vecenv = pufferl.load_env(name, config)
         policy = pufferl.load_policy(config, vecenv)
+    config["train"] |= args.train
+    note = EMULATED if emulated else NOTE
+    if args.train:
+        note += f"; --train {args.train}, hidden size {args.hidden_size}"
     trainer = pufferl.PuffeRL(config["train"], vecenv, policy)
     trainer.print_dashboard = lambda *args, **kwargs: None
     parts = {
@@ -81,7 +88,7 @@ def main():
         for part in ("vec", "env", "policy", "rnn")
         for key, value in config[part].items()
     }
-    metrics = Metrics(args, "heavyball", parts | config["train"], EMULATED if emulated else NOTE)
+    metrics = Metrics(args, "heavyball", parts | config["train"], note)
     stop = False
     while not stop:
         stats = trainer.evaluate()
