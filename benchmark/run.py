@@ -63,9 +63,8 @@ PROGRAMS = {
     "random": "benchmark/peers/random_policy.py",
     "pufferl": "benchmark/peers/pufferl.py",
     "sb3": "benchmark/peers/sb3.py",
-    "sample_factory": "benchmark/peers/sample_factory.py",
 }
-PEERS = ("pufferl", "sb3", "sample_factory")  # each has a virtual environment in .peers
+PEERS = ("pufferl", "sb3")  # each has a virtual environment in .peers
 KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
 OPTIONAL = ("duration", "solved", "games")  # what a cell has of its group
 GROUP_KEYS = ("name", "kind", "programs", "envs", "seeds", "steps", "interleave", "cold", "timeout")

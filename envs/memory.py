@@ -1,4 +1,4 @@
-"""Tasks that need a memory, as Gymnasium ids for every program of the reports: --env-id envs.memory:RepeatPreviousEasy-v0
+"""Tasks that need a memory, as Gymnasium ids for every program of the reports.
 
     python ppo_lstm_puffer.py --config configs/popgym.yaml --env-id envs.memory:CountRecallEasy-v0
 
@@ -22,10 +22,8 @@ class Flat(gym.ObservationWrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.space, shape = (
-            env.observation_space,
-            gym.spaces.flatten_space(env.observation_space).shape,
-        )
+        self.space = env.observation_space
+        shape = gym.spaces.flatten_space(self.space).shape
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
 
     def observation(self, observation) -> np.ndarray:

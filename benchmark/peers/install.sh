@@ -15,6 +15,5 @@ pip install setuptools==80.9.0 wheel==0.45.1
 # The CPU build of torch where there is no NVIDIA driver, as in the Makefile.
 if command -v nvidia-smi >/dev/null || ! pip install "torch==$torch+cpu" 2>/dev/null; then pip install "torch==$torch"; fi
 pip install --no-build-isolation -r "benchmark/peers/$name.txt"
-[ "$name" != sample_factory ] || pip install --no-deps sample-factory==2.1.1
 NO_TRAIN=0 PATCH=0 bash install_pufferlib.sh "$venv/bin/python" .peers/wheels
 touch "$venv/.installed"
