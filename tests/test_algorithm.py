@@ -612,10 +612,6 @@ def test_observations_are_normalized_by_the_statistics_of_all_steps_that_count(t
     mean, variance = saved_statistics(tmp_path, "observation_norm.0")
     np.testing.assert_allclose(mean, statistics_of(seen)[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(variance, statistics_of(seen)[1], rtol=1e-4)
-    everything = np.concatenate(seen)
-    deviation = everything.std(0)
-    assert (np.abs(mean - everything.mean(0)) < 0.1 * deviation).all()
-    np.testing.assert_allclose(variance**0.5, deviation, rtol=0.2)
     observations = records[0].observations[0]
     expected = (observations.numpy() - mean) / np.sqrt(variance + 1e-5)
     normalized = records[0].agent.flatten(observations)
@@ -648,21 +644,6 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, mo
 
 
 # Muon and the learning rate -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(32, 32), (64, 16), (1, 128)])
-def test_newton_schulz_brings_singular_values_near_one(shape, dtype):
-    torch.manual_seed(1)
-    left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    matrix = left * torch.linspace(0.1, 3, min(shape)) @ right  # a condition number of 30
-    other, result = ppo.newton_schulz(torch.stack((torch.randn(shape), matrix)), dtype)
-    assert other.shape == result.shape == shape
-    assert result.dtype == dtype
-    values = torch.linalg.svdvals(result.float())
-    assert values.min() > 0.6
-    assert values.max() < 1.3
-    assert (result.float() * matrix).sum() > 0, "and keeps the direction"
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 8)])
