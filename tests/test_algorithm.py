@@ -380,6 +380,11 @@ def test_a_truncated_episode_bootstraps_from_its_last_observation_only(reward, n
     assert found[:2] == [1 + 0.5 * 4 - 2, 0]
 
 
+def test_an_ignored_step_has_no_advantage_whatever_follows():
+    found = one_agent([2, 4, 8, 0], rewards=[1, 5, 9], dones=[0, 0, 0, 0], valid=[1, 0, 1])
+    assert found == [1, 0, 1]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_value_after_a_segment_is_the_first_value_of_the_next(case):
     for record, following in itertools.pairwise(recorded(case)):
@@ -762,30 +767,6 @@ def test_the_loss_is_the_sum_of_the_three_terms_that_are_logged():
     assert result.statistics == pytest.approx(expected, rel=1e-4)
     assert result.loss == pytest.approx(-1.2 + 3 * 2 - 7 * entropy, rel=1e-4)
     torch.testing.assert_close(result.ratio, torch.full((2, 3), 1.5))
-
-
-def test_a_step_without_weight_changes_neither_loss_nor_gradient():
-    agent = make_agent()
-    hidden = torch.randn(2, 3, 8)
-    weight = torch.full((2, 3), 0.2)
-    weight[1, 2] = 0
-    results = []
-    for action, logprob, advantage, target in (0, -0.1, 0.0, 0.0), (2, -3.0, 50.0, -9.0):
-        agent.zero_grad()
-        actions = torch.ones(2, 3, 1, dtype=torch.int64)
-        logprobs, advantages, returns = torch.full((3, 2, 3), -1.0)
-        for tensor, number in zip(
-            (actions, logprobs, advantages, returns), (action, logprob, advantage, target)
-        ):
-            tensor[1, 2] = number
-        x = hidden.clone().requires_grad_()
-        minibatch = ppo.Minibatch(torch.arange(3), advantages, returns, -torch.ones(2, 3), weight)
-        loss, _, _, terms = ppo.ppo_loss(agent, x, actions, logprobs, minibatch, ppo.Args())
-        loss.backward()
-        gradients = [p.grad.clone() for p in agent.policy.parameters() if p.grad is not None]
-        results.append([loss.detach(), terms, x.grad, *gradients])
-    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
-    assert (results[0][2][1, 2] == 0).all()
 
 
 # The policy ---------------------------------------------------------------------------------------

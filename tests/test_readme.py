@@ -31,6 +31,7 @@ XLA += "torch_xla.distributed.spmd torch_xla.experimental torch_xla.experimental
 XLA += "torch_xla.runtime"
 with patch.dict(sys.modules, {name: MagicMock() for name in XLA.split()}):  # it is not here
     import ppo_lstm_puffer_xla as xla
+sys.modules[xla.__name__] = xla  # tyro looks there
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)

@@ -289,16 +289,6 @@ def test_all_recipes_with_one_core_apply_one_after_the_other(order, other, fork)
         assert {line[1:] for line in lines if line.startswith("+")} <= set(text)
 
 
-def test_recipes_combine(fork, train):
-    module = fork("gru", "stages", "multitask")
-    more = "--norm-obs --no-clip-rewards --stages '{1000: {learning_rate: 0}}'"
-    rows = train(module, RUNS["multitask"], more)
-    state = last_checkpoint()
-    assert state["lstm.weight_hh_l0"].shape == (3 * 32, 32)
-    assert rows[-1]["learning_rate"] == 0 < rows[0]["learning_rate"]
-    assert "env/RecipeZero-v0/episodic_return" in rows[-1]
-
-
 # What each one says of itself ---------------------------------------------------------------------
 
 

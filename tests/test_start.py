@@ -45,14 +45,6 @@ def test_precision_auto_is_bfloat16_from_compute_capability_8_on(
     assert args.precision == precision
 
 
-def test_bfloat16_where_it_is_slow_is_taken_with_a_warning(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
-    args = ppo.Args(device="cpu", precision="bfloat16")
-    ppo.resolve(args)
-    assert args.precision == "bfloat16"
-    assert capsys.readouterr().err.startswith("warning: --precision bfloat16")
-
-
 @pytest.fixture
 def chosen_threads(monkeypatch):
     """For an update of so many steps of Breakout's default network, on so many cores."""
