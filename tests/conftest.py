@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import pickle
-import shlex
 import signal
 import subprocess
 import sys
@@ -40,23 +39,11 @@ def environment() -> dict[str, str]:
 PYTHON = (sys.executable,)  # what a script is launched by; torchrun is another
 
 
-def command_of(*arguments, launcher=PYTHON, small: bool = True, script=SCRIPT) -> list[str]:
-    return [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
-
-
-def start_script(
-    *arguments,
-    cwd,
-    launcher=PYTHON,
-    small: bool = True,
-    script=SCRIPT,
-    fork: bool = True,
-    **options,
-):
+def start_script(*arguments, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, **options):
     """Starts the script in cwd, where its runs/ goes, and returns at once: a `Fork`, or a Popen."""
-    command = command_of(*arguments, launcher=launcher, small=small, script=script)
+    command = [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
     options = {"env": environment()} | options
-    if fork and command[0] == sys.executable:
+    if command[0] == sys.executable:
         return Fork(command, cwd, **options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=cwd, **pipes | options)
@@ -92,14 +79,6 @@ def wait_for(condition, process, timeout: float = 120):
 def alive(processes, within: float = 5) -> list[psutil.Process]:
     """Those that still live after so many seconds."""
     return psutil.wait_procs(list(processes), timeout=within)[1]
-
-
-def output_of(script, arguments: list[str], cwd, timeout: float = 300) -> str:
-    """What a script prints. Asserts that it succeeds."""
-    result = run_script(*arguments, cwd=cwd, timeout=timeout, script=script, small=False)
-    said = f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
-    assert result.returncode == 0, said
-    return result.stdout + result.stderr
 
 
 def newest_run(cwd) -> pathlib.Path:

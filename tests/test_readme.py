@@ -20,7 +20,7 @@ import pytest
 import torch.distributed.run
 import tyro
 import yaml
-from conftest import ROOT, SMALL, newest_run, output_of
+from conftest import ROOT, run_script, succeed
 
 import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_ddp as ddp
@@ -45,7 +45,6 @@ STANDS_FOR = {
 FOREIGN_FLAGS = {"--worker", "--command", "--accelerator-type", "--version", "--find-links"}
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
-
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 COMMAND = r"(?:make|sbatch) .+|torchrun .+\.py.*|\S*python -m torch\.distributed\.run .+"
 COMMAND += r"|\S*python (?:\w+/)?\w+\.py\b[^\"]*|\w+/\w+\.py [^\"]+"
@@ -69,9 +68,7 @@ LINES = "".join(BLOCKS).replace("\\\n", " ").splitlines() + code_spans(TEXT)
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a small finished run of Breakout."""
-    folder = tmp_path_factory.mktemp("readme")
-    output_of(ROOT / "ppo_lstm_puffer.py", [*SMALL, "--device", "cpu"], folder)
-    return newest_run(folder)
+    return succeed("--device", "cpu", cwd=tmp_path_factory.mktemp("readme"))
 
 
 @pytest.fixture
@@ -92,6 +89,12 @@ def clone(finished, tmp_path, monkeypatch):
     return shutil.copytree(finished, tmp_path / "runs" / finished.name)
 
 
+def output_of(script: str, words: list[str]) -> str:
+    result = run_script(*words, cwd=".", script=script, small=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def train(words: list[str]):
     """Reads the arguments, then trains for one iteration."""
     if "--help" not in words:
@@ -102,7 +105,7 @@ def train(words: list[str]):
     brief = ["--total-timesteps", total, "--no-compile", "--device", "cpu"]
     if "--num-envs" not in words:
         brief += ["--num-envs", "8", "--num-steps", "8", "--minibatch-size", "64"]
-    output_of("ppo_lstm_puffer.py", [*words, *brief], ".")
+    output_of("ppo_lstm_puffer.py", [*words, *brief])
 
 
 def torchrun(words: list[str]):
@@ -124,7 +127,7 @@ def tool(script: str, words: list[str]):
         "tools/repeat.py": ["--steps", "1"],
     }[script]
     brief += ["--env.frameskip", "16"] * ("--gif" in words)
-    output_of(script, [*(word.replace(".onnx", ".bin") for word in words), *brief], ".")
+    output_of(script, [*(word.replace(".onnx", ".bin") for word in words), *brief])
 
 
 def make(words: list[str]):
@@ -157,7 +160,7 @@ def check(command: str):
     elif script.startswith("tools/"):
         tool(script, words)
     else:
-        usage = output_of(script, ["--help"], ".")
+        usage = output_of(script, ["--help"])
         for word in words:
             assert not word.startswith("--") or word in usage
             assert not word.startswith(("benchmark/", "recipes/")) or pathlib.Path(word).exists()
