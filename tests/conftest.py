@@ -2,19 +2,21 @@
 the test, and reading what it left."""
 
 import contextlib
-import io
 import json
 import os
 import pathlib
-import pty
-import shlex
+import pickle
 import signal
 import subprocess
 import sys
+import time
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
 
+import numpy as np
+import psutil
 import pytest
+import torch
 from forks import Fork
 
 import ppo_lstm_puffer as ppo
@@ -37,23 +39,11 @@ def environment() -> dict[str, str]:
 PYTHON = (sys.executable,)  # what a script is launched by; torchrun is another
 
 
-def command_of(*arguments, launcher=PYTHON, small: bool = True, script=SCRIPT) -> list[str]:
-    return [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
-
-
-def start_script(
-    *arguments,
-    cwd,
-    launcher=PYTHON,
-    small: bool = True,
-    script=SCRIPT,
-    fork: bool = True,
-    **options,
-):
+def start_script(*arguments, cwd, launcher=PYTHON, small: bool = True, script=SCRIPT, **options):
     """Starts the script in cwd, where its runs/ goes, and returns at once: a `Fork`, or a Popen."""
-    command = command_of(*arguments, launcher=launcher, small=small, script=script)
+    command = [*launcher, str(script), *(SMALL if small else []), *map(str, arguments)]
     options = {"env": environment()} | options
-    if fork and command[0] == sys.executable:
+    if command[0] == sys.executable:
         return Fork(command, cwd, **options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=cwd, **pipes | options)
@@ -69,29 +59,26 @@ def run_script(*arguments, cwd, timeout: float = 300, **options) -> subprocess.C
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def output_of(script, arguments: list[str], cwd, timeout: float = 300) -> str:
-    """What a script prints. Asserts that it succeeds."""
-    result = run_script(*arguments, cwd=cwd, timeout=timeout, script=script, small=False)
-    said = f"{shlex.join(result.args)}: exit code {result.returncode}\n{result.stderr}"
-    assert result.returncode == 0, said
-    return result.stdout + result.stderr
+def succeed(*arguments, cwd, runner=run_script, **options) -> pathlib.Path:
+    """Runs a script, asserts success, returns the run's folder."""
+    result = runner(*arguments, cwd=cwd, **options)
+    assert result.returncode == 0, result.stderr
+    return newest_run(cwd)
 
 
-def run_on_a_terminal(command: list[str], cwd, columns: int = 120) -> tuple[str, str]:
-    """Standard output, and what a terminal of so many columns got by standard error."""
-    terminal, end = pty.openpty()
-    env = environment() | {"TERM": "xterm", "COLUMNS": str(columns)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": end, "text": True}
-    process = subprocess.Popen(command, cwd=cwd, env=env, **pipes)
-    os.close(end)
-    shown = io.BytesIO()
-    while True:
-        try:
-            shown.write(os.read(terminal, 65536))
-        except OSError:  # the other end is closed
-            break
-    os.close(terminal)
-    return process.communicate()[0], shown.getvalue().decode(errors="replace")
+def wait_for(condition, process, timeout: float = 120):
+    """Until condition() is true, which it returns; fails if the process ends first."""
+    deadline = time.monotonic() + timeout
+    while not (result := condition()):
+        assert process.poll() is None, f"it ended with exit code {process.returncode}"
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.005)
+    return result
+
+
+def alive(processes, within: float = 5) -> list[psutil.Process]:
+    """Those that still live after so many seconds."""
+    return psutil.wait_procs(list(processes), timeout=within)[1]
 
 
 def newest_run(cwd) -> pathlib.Path:
@@ -104,29 +91,34 @@ def read_metrics(run: pathlib.Path) -> list[dict]:
     return [row for row in rows if "exit_reason" not in row]
 
 
+def without_clock(run: pathlib.Path) -> list[dict]:
+    """The metrics of a run but for what a clock says."""
+    clocked = ("time", "sps")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(clocked)}
+        for row in read_metrics(run)
+    ]
+
+
 def end_of(run: pathlib.Path) -> dict:
     """The last line of a run's metrics: how it ended."""
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-# The longest first, so that both test workers end together.
-LONGEST = (
-    "test_cache",
-    "test_learning",
-    "survive_a_killed_rank",
-    "restarts_the_job",
-    "of_a_torchrun",
-    "test_sweep",
-    "test_ddp",
-)
+class TouchesAFile:
+    """What a hostile pickle does: loading it calls open("touched", "w")."""
+
+    def __reduce__(self):
+        return open, ("touched", "w")
 
 
-def pytest_collection_modifyitems(items):
-    def place(item) -> int:
-        return next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
-
-    items.sort(key=place)
-
+FOREIGN = {  # files that somebody gives in place of a checkpoint
+    "empty": lambda path: path.write_bytes(b""),
+    "noise": lambda path: path.write_bytes(np.random.default_rng(1).bytes(5000)),
+    "other_tensors": lambda path: torch.save({"layer.weight": torch.zeros(3, 3)}, path),
+    "hostile_pickle": lambda path: path.write_bytes(pickle.dumps(TouchesAFile())),
+    "hostile_weights": lambda path: torch.save({"cell.weight_ih": TouchesAFile()}, path),
+}
 
 # In the test's own process, as arguments of Args: runs that take a second.
 SIZES = {

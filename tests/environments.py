@@ -108,22 +108,5 @@ class Truncating(Episode):
         return observation, 1.0, over and self.terminate, over and not self.terminate, {}
 
 
-class NaNReward(Episode):
-    """The reward is 0 for `healthy` steps over all episodes of ten steps, then NaN."""
-
-    observation_space = Box(-1, 1, (2,), np.float32)
-    action_space = Discrete(2)
-
-    def __init__(self, healthy: int = 50):
-        self.healthy = healthy
-        self.steps = 0
-
-    def step(self, action):
-        self.t += 1
-        self.steps += 1
-        reward = 0.0 if self.steps <= self.healthy else float("nan")
-        return np.full(2, self.t / 10, np.float32), reward, self.t == 10, False, {}
-
-
-for environment in (Continuous, DictObs, TwoDials, Image, Truncating, NaNReward):
+for environment in (Continuous, DictObs, TwoDials, Image, Truncating):
     gym.register(f"{environment.__name__}-v0", entry_point=environment)

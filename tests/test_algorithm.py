@@ -1,5 +1,5 @@
-"""What the algorithm must do, said with the plain functions of the reference script and with what
-`train` does with them, in float32 and eager."""
+"""I1 to I5 and I8: what the algorithm must do, said with the plain functions of the reference
+script and with what `train` does with them, in float32 and eager."""
 
 import ctypes
 import functools
@@ -233,35 +233,6 @@ def test_policy_steps_and_the_whole_segment_end_in_the_state_of_the_loop_over_ce
         torch.testing.assert_close([h, c], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_no_gradient_flows_over_the_end_of_an_episode():
-    agent, _, x, h, c, dones = recurrence()
-    dones.zero_()
-    dones[4] = 1
-    x.requires_grad_()
-    ppo.lstm_outputs(x, h, c, dones, *agent.lstm_weights())[4:].sum().backward()
-    assert (x.grad[:4] == 0).all()
-    assert (x.grad[4:] != 0).any(-1).all()
-
-
-def test_lstm_in_bfloat16_is_close_to_float32():
-    agent, _, x, h, c, dones = recurrence(T=9)
-    gradients = []
-    outputs = []
-    for dtype in (torch.float32, torch.bfloat16):
-        agent.dtype = dtype
-        agent.zero_grad()
-        inputs = x.detach().clone().to(dtype).requires_grad_()
-        hidden = ppo.lstm_outputs(inputs, h, c, dones, *agent.lstm_weights())
-        assert hidden.dtype == dtype
-        hidden.float().pow(2).sum().backward()
-        outputs.append(hidden.float())
-        found = [inputs.grad.float(), *(p.grad for p in agent.lstm.parameters())]
-        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
-    torch.testing.assert_close(outputs[1], outputs[0], atol=0.03, rtol=0)
-    assert torch.cosine_similarity(*gradients, dim=0) > 0.999
-    assert abs(gradients[1].norm() / gradients[0].norm() - 1) < 0.02
-
-
 # I3: advantages -----------------------------------------------------------------------------------
 
 
@@ -287,8 +258,8 @@ def advantages_of(
     return ppo.compute_advantages(*tensors, args).numpy()
 
 
-@pytest.mark.parametrize(("rho_clip", "c_clip"), [(1.0, 1.0), (1.3, 0.8), (0.7, 1.5), (1e9, 1e9)])
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize(("rho_clip", "c_clip"), [(1.0, 1.0), (1.3, 0.8), (1e9, 1e9)])
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.9])
 def test_advantages_equal_the_definition_evaluated_in_float64(gae_lambda, rho_clip, c_clip):
     v, r, d, ratio = trajectory()
     gamma = 0.97
@@ -441,40 +412,6 @@ def test_the_last_observation_is_not_acted_on_and_is_done_if_terminated(
         torch.testing.assert_close(record.weight, record.valid[:-1] / record.valid[:-1].sum())
 
 
-@pytest.mark.parametrize("terminate", [False, True])
-def test_advantages_of_a_rollout_bootstrap_through_truncations_only(tmp_path, terminate):
-    arguments = {"num_steps": 8, "env": {"terminate": terminate}}
-    (record,) = record_training(tmp_path, "Truncating-v0", segments=1, **arguments)
-    v = record.values
-    args = ppo.Args(gamma=0.9, gae_lambda=0.5)
-    tensors = (v, record.rewards, record.dones, record.valid[:8], torch.ones_like(record.rewards))
-    advantages = ppo.compute_advantages(*tensors, args)
-    torch.testing.assert_close(advantages[2], 1 + (0 if terminate else 0.9 * v[3]) - v[2])
-    torch.testing.assert_close(advantages[1], 1 + 0.9 * v[2] - v[1] + 0.45 * advantages[2])
-    assert (advantages[3] == 0).all()
-
-
-def test_c_environments_have_no_invalid_steps():
-    assert all((record.valid == 1).all() for record in recorded("Discrete"))
-
-
-def test_an_agent_that_is_gone_is_not_valid_until_its_next_episode_begins():
-    record = recorded("PettingZoo")[0]
-    for i in range(record.valid.shape[1]):
-        dones = record.dones[:, i]
-        valid = record.valid[:, i]
-        begins = [t for t in range(41) if dones[t] and valid[t]]
-        assert len(begins) > 4
-        for begin, end in itertools.pairwise(begins):
-            length = int(valid[begin:end].sum())
-            assert 2 <= length <= 6
-            gone = end - begin - length
-            assert valid[begin:end].tolist() == [1] * length + [0] * gone, "valid, then not"
-            assert not dones[begin + 1 : begin + length].any()
-            assert dones[begin + length] == (length < 6), "done if terminated, not if truncated"
-            assert (record.rewards[begin + length : end, i] == 0).all()
-
-
 # I5: prioritized segments -------------------------------------------------------------------------
 
 ADVANTAGES = torch.tensor(  # (T, N) = (2, 6)
@@ -491,8 +428,8 @@ def sample(advantages, k: int, alpha: float, beta: float, draws: int = 1):
     return torch.vmap(lambda numbers: one(advantages, numbers))(uniform)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 6, 9])
-@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.5])
+@pytest.mark.parametrize("k", [1, 4, 9])
+@pytest.mark.parametrize("alpha", [0.0, 0.8])
 def test_segments_are_drawn_with_their_probabilities(alpha, k):
     draws, _ = sample(ADVANTAGES, k, alpha, 1.0, 4000)
     expected = k * SUMS**alpha / (SUMS**alpha).sum()
@@ -502,14 +439,13 @@ def test_segments_are_drawn_with_their_probabilities(alpha, k):
     assert (np.abs(counts.mean(0) - expected) <= 4 * error + 1e-4).all()
 
 
-@pytest.mark.parametrize("k", [1, 4, 6])
-def test_weights_are_one_over_the_probability_to_the_power_beta(k):
-    index, weights = sample(ADVANTAGES, k, 0.8, 0.7, 10)
+def test_weights_are_one_over_the_probability_to_the_power_beta():
+    index, weights = sample(ADVANTAGES, 4, 0.8, 0.7, 10)
     p = SUMS**0.8 / (SUMS**0.8).sum()
     np.testing.assert_allclose(weights, (1 / (6 * p[index])) ** 0.7, rtol=1e-4)
 
 
-@pytest.mark.parametrize("k", [3, 16, 64])
+@pytest.mark.parametrize("k", [3, 64])
 def test_alpha_zero_is_uniform_and_takes_no_segment_twice(k):
     torch.manual_seed(2)
     index, importance = sample(torch.randn(4, 64), k, 0.0, 0.7, 200)
@@ -570,18 +506,6 @@ def test_with_beta_one_policy_value_and_entropy_terms_are_unbiased(valid):
     assert (error < torch.tensor([0.005, 0.02, 0.01])).all(), "so that a bias would be seen"
 
 
-def test_advantages_are_normalized_by_the_statistics_of_the_batch():
-    args = ppo.Args(**HALF)
-    tensors = batch(valid=SOME_VALID)
-    counts = SOME_VALID[:-1] > 0
-    for numbers in torch.rand(5, 17):
-        minibatch, advantages = ppo.draw_minibatch(*tensors, numbers, 0.5, args)
-        mean = advantages[counts].mean()
-        deviation = advantages[counts].std(correction=0)
-        expected = ((advantages - mean) / deviation * counts)[:, minibatch.segments]
-        torch.testing.assert_close(minibatch.advantages, expected)
-
-
 def test_a_minibatch_has_the_newest_values_returns_and_weights_of_its_segments():
     args = ppo.Args(gamma=0.0, prio_alpha=0.0, minibatch_size=6, num_steps=2)
     rewards = torch.tensor([[1.0, 2.0, 300.0], [3.0, 6.0, -50.0]])
@@ -640,13 +564,13 @@ def test_the_encoder_sees_observations_in_float32(precision):
     assert features[0, 0, 0].item() == pytest.approx(0.841, abs=0.004)  # GELU(1)
 
 
-def pixels(shape, channels_last=False):
+def pixels(shape):
     space = gym.spaces.Box(0, 255, shape, np.uint8)
     torch.manual_seed(2)
     return space, torch.randint(256, (6, *shape), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("shape", [(84, 84, 3), (84, 84, 12), (64, 64, 5), (4, 84, 84), (84, 84)])
+@pytest.mark.parametrize("shape", [(84, 84, 12), (4, 84, 84), (84, 84)])
 def test_images_go_through_convolutions_whatever_their_channels(shape):
     space, images = pixels(shape)
     agent = make_agent(space=space)
@@ -693,10 +617,6 @@ def test_observations_are_normalized_by_the_statistics_of_all_steps_that_count(t
     mean, variance = saved_statistics(tmp_path, "observation_norm.0")
     np.testing.assert_allclose(mean, statistics_of(seen)[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(variance, statistics_of(seen)[1], rtol=1e-4)
-    everything = np.concatenate(seen)
-    deviation = everything.std(0)
-    assert (np.abs(mean - everything.mean(0)) < 0.1 * deviation).all()
-    np.testing.assert_allclose(variance**0.5, deviation, rtol=0.2)
     observations = records[0].observations[0]
     expected = (observations.numpy() - mean) / np.sqrt(variance + 1e-5)
     normalized = records[0].agent.flatten(observations)
@@ -728,46 +648,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, mo
     assert saved_statistics(tmp_path, "return_norm")[1] == pytest.approx(variance, rel=1e-4)
 
 
-def test_statistics_go_on_after_a_resume(tmp_path):
-    both = {"env_id": "CartPole-v1", "norm_obs": True, "norm_rewards": True}
-    run = train_here(tmp_path, **both, total_timesteps=3 * 64)
-    first = torch.load(run / "trainer_state.pt")["model"]
-    resumed = ppo.load_checkpoint(str(run), "")
-    train_here(tmp_path, resumed, **both, total_timesteps=4 * 64)
-    second = torch.load(run / "trainer_state.pt")["model"]
-    for name in "observation_norm.0", "return_norm":
-        assert first[f"{name}.num_batches_tracked"] == 3
-        assert second[f"{name}.num_batches_tracked"] == 4
-
-
-# Muon ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (512, 128), (1, 128)])
-def test_newton_schulz_brings_singular_values_near_one(shape, dtype):
-    torch.manual_seed(1)
-    left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    matrix = left * torch.linspace(0.1, 3, min(shape)) @ right  # a condition number of 30
-    other, result = ppo.newton_schulz(torch.stack((torch.randn(shape), matrix)), dtype)
-    assert other.shape == result.shape == shape
-    assert result.dtype == dtype
-    values = torch.linalg.svdvals(result.float())
-    assert values.min() > 0.6
-    assert values.max() < 1.3
-    assert (result.float() * matrix).sum() > 0, "and keeps the direction"
-
-
-@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (128, 128)])
-def test_newton_schulz_in_float32_is_the_plain_iteration(shape):
-    torch.manual_seed(1)
-    matrix = torch.randn(shape)
-    expected = matrix.double() / matrix.double().norm()
-    for _ in range(5):
-        gram = expected @ expected.T
-        expected = 3.4445 * expected + (-4.7750 * gram + 2.0315 * gram @ gram) @ expected
-    found = ppo.newton_schulz(matrix[None], torch.float32)[0]
-    torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=0)
+# Muon and the learning rate -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 8)])
@@ -836,36 +717,20 @@ def loss_of(*, ratio=1.0, advantage=0.0, value_change=0.0, value_error=0.0, **ar
         weight=torch.full((2, 3), 1 / 6),
     )
     logprobs -= np.log(ratio)
-    loss, logratio, values, terms = ppo.ppo_loss(agent, hidden, actions, logprobs, minibatch, args)
+    loss, logratio, _, terms = ppo.ppo_loss(agent, hidden, actions, logprobs, minibatch, args)
     loss.backward()
     return SimpleNamespace(
         loss=loss.item(),
         grad=hidden.grad,
-        agent=agent,
-        hidden=hidden.detach(),
-        actions=actions,
+        logits=logits,
         ratio=logratio.exp(),
-        values=values,
         statistics=dict(zip(ppo.LOSSES, terms.tolist())),
     )
 
 
-def before_and_after(result, evaluate):
-    """What `evaluate` says of the LSTM's outputs, and of those moved down the gradient."""
-    with torch.no_grad():
-        return evaluate(result.hidden), evaluate(result.hidden - 0.1 * result.grad)
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clipped"),
-    [
-        (1.5, 1.0, True),
-        (1.5, -1.0, False),
-        (0.5, -1.0, True),
-        (0.5, 1.0, False),
-        (1.1, 1.0, False),
-        (0.9, -1.0, False),
-    ],
+    [(1.5, 1.0, True), (1.5, -1.0, False), (0.5, -1.0, True), (0.5, 1.0, False), (1.1, 1.0, False)],
 )
 def test_the_surrogate_is_clipped_only_where_the_ratio_already_moved_the_way_of_the_advantage(
     ratio, advantage, clipped
@@ -876,35 +741,9 @@ def test_the_surrogate_is_clipped_only_where_the_ratio_already_moved_the_way_of_
     assert result.loss == pytest.approx(-bounded * advantage, rel=1e-5)
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_descent_makes_an_action_likelier_if_and_only_if_its_advantage_is_positive(advantage):
-    result = loss_of(advantage=advantage)
-    agent = result.agent
-    before, after = before_and_after(
-        result, lambda hidden: agent.evaluate_actions(agent.heads(hidden)[0], result.actions)[0]
-    )
-    assert ((after - before) * advantage > 0).all()
-
-
-def test_descent_raises_the_entropy():
-    result = loss_of(ent_coef=1.0)
-    agent = result.agent
-    before, after = before_and_after(
-        result, lambda hidden: agent.evaluate_actions(agent.heads(hidden)[0], result.actions)[1]
-    )
-    assert (after > before).all()
-    assert result.loss == pytest.approx(-before.mean().item(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "clipped"),
-    [
-        (0.5, 0.5, True),
-        (0.5, -0.5, False),
-        (-0.5, -0.5, True),
-        (-0.5, 0.5, False),
-        (0.1, 0.5, False),
-    ],
+    [(0.5, 0.5, True), (0.5, -0.5, False), (-0.5, -0.5, True), (0.1, 0.5, False)],
 )
 def test_the_value_loss_is_clipped_where_the_value_already_moved_towards_the_return(
     change, error, clipped
@@ -919,46 +758,15 @@ def test_the_value_loss_is_clipped_where_the_value_already_moved_towards_the_ret
     assert loss_of(**moved, vf_clip_coef=np.inf).loss == pytest.approx(error**2, rel=1e-4)
 
 
-@pytest.mark.parametrize("error", [1.0, -1.0])
-def test_descent_moves_values_towards_returns(error):
-    result = loss_of(value_error=error, vf_coef=1.0)
-    before, after = before_and_after(result, lambda hidden: result.agent.heads(hidden)[1])
-    torch.testing.assert_close(before, result.values)
-    assert ((after - before) * error > 0).all()
-
-
-def test_statistics_are_what_their_names_say():
-    result = loss_of(ratio=1.5, advantage=1.0, value_error=2.0, clip_coef=0.2, vf_coef=1.0)
-    logits, _ = result.agent.heads(result.hidden)
-    entropy = torch.distributions.Categorical(logits=logits).entropy().mean().item()
+def test_the_loss_is_the_sum_of_the_three_terms_that_are_logged():
+    coefficients = {"clip_coef": 0.2, "vf_coef": 3.0, "ent_coef": 7.0}
+    result = loss_of(ratio=1.5, advantage=1.0, value_error=2.0, **coefficients)
+    entropy = torch.distributions.Categorical(logits=result.logits).entropy().mean().item()
     expected = {"policy_loss": -1.2, "value_loss": 0.5 * 4, "entropy": entropy, "clipfrac": 1.0}
     expected["approx_kl"] = 0.5 - np.log(1.5)
     assert result.statistics == pytest.approx(expected, rel=1e-4)
+    assert result.loss == pytest.approx(-1.2 + 3 * 2 - 7 * entropy, rel=1e-4)
     torch.testing.assert_close(result.ratio, torch.full((2, 3), 1.5))
-
-
-def test_a_step_without_weight_changes_neither_loss_nor_gradient():
-    agent = make_agent()
-    hidden = torch.randn(2, 3, 8)
-    weight = torch.full((2, 3), 0.2)
-    weight[1, 2] = 0
-    results = []
-    for action, logprob, advantage, target in (0, -0.1, 0.0, 0.0), (2, -3.0, 50.0, -9.0):
-        agent.zero_grad()
-        actions = torch.ones(2, 3, 1, dtype=torch.int64)
-        logprobs, advantages, returns = torch.full((3, 2, 3), -1.0)
-        for tensor, number in zip(
-            (actions, logprobs, advantages, returns), (action, logprob, advantage, target)
-        ):
-            tensor[1, 2] = number
-        x = hidden.clone().requires_grad_()
-        minibatch = ppo.Minibatch(torch.arange(3), advantages, returns, -torch.ones(2, 3), weight)
-        loss, _, _, terms = ppo.ppo_loss(agent, x, actions, logprobs, minibatch, ppo.Args())
-        loss.backward()
-        gradients = [p.grad.clone() for p in agent.policy.parameters() if p.grad is not None]
-        results.append([loss.detach(), terms, x.grad, *gradients])
-    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
-    assert (results[0][2][1, 2] == 0).all()
 
 
 # The policy ---------------------------------------------------------------------------------------

@@ -1,12 +1,9 @@
 """A wrong argument is one line that names the flag, the value and what would be right; exit code 2."""
 
-import pickle
-
-import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, SMALL, newest_run, run_script, signals_kept
+from conftest import FOREIGN, ROOT, SMALL, newest_run, run_script, signals_kept
 
 import ppo_lstm_puffer as ppo
 
@@ -30,24 +27,22 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capfd):
-    """Calls the script in an empty folder, asserts exit code 2 and one error, returns its line."""
+    """Calls the script in an empty folder, asserts exit code 2, returns the line or tyro's box."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*arguments) -> str:
         capfd.readouterr()
         code = call(*arguments)
-        return the_line(code, capfd.readouterr().err)
+        stderr = capfd.readouterr().err
+        assert code == 2 and "Traceback" not in stderr, stderr
+        if "╭" in stderr:
+            return stderr
+        line = stderr.splitlines()[-1]
+        assert line.startswith("error: ") and stderr.count("error: ") == 1, stderr
+        assert line.isprintable()
+        return line
 
     return refused
-
-
-def the_line(code: int, stderr: str) -> str:
-    """The only error line in stderr, its last. Torch and the script may say something before it."""
-    assert code == 2, stderr
-    line = stderr.splitlines()[-1]
-    assert line.startswith("error: ") and stderr.count("error: ") == 1, stderr
-    assert line.isprintable() and "Traceback" not in stderr, stderr
-    return line
 
 
 # What is on the command line: arguments, and what the line must name.
@@ -57,50 +52,31 @@ def the_line(code: int, stderr: str) -> str:
     "arguments, named",
     [
         ("--env-id breakot", "--env-id breakot breakout"),
-        ("--env-id CartPole-v9", "--env-id CartPole-v9"),
         ("--env-id os.path", "--env-id os.path parallel_env"),
+        ("--env-id CartPole-v9", "--env-id CartPole-v9 v1"),
+        ("--env-id ALE/Pong-v5", "ale_py:ALE/Pong-v5"),
+        ("--env-id no_such_module:Game-v0", "no_such_module"),
         ("--num-steps 16 --minibatch-size 100", "--minibatch-size 100 --num-steps 16"),
         ("--num-envs 16 --num-steps 16 --minibatch-size 512", "--minibatch-size 512 256"),
         ("--max-minibatch-size 48", "--max-minibatch-size 48 --minibatch-size"),
         ("--num-envs 0", "--num-envs 0 1"),
-        ("--num-steps 0", "--num-steps 0 1"),
-        ("--hidden-size -3", "--hidden-size -3 1"),
-        ("--log-interval 0", "--log-interval 0 1"),
         ("--update-epochs 0", "--update-epochs 0"),
         ("--gamma 1.5", "--gamma 1.5 1"),
-        ("--momentum 1", "--momentum 1 0.999"),
         ("--learning-rate nan", "--learning-rate nan"),
-        ("--total-timesteps -5", "--total-timesteps -5"),
         ("--seed -1", "--seed -1"),
-        ("--time-limit -1", "--time-limit -1"),
         ("--env.nonsense 3", "nonsense breakout"),
         ("--env-id CartPole-v1 --num-envs 15 --num-workers 2", "--num-envs 15 --num-workers 2"),
+        ("--num-envs abc", "--num-envs abc"),
+        ("--gama 0.9", "--gama --gamma"),
+        ("--device tpu", "--device tpu cpu cuda"),
         ("--resume latest", "--resume latest"),
-        ("--resume nowhere", "--resume nowhere"),
+        ("--config nowhere.yaml", "--config nowhere.yaml"),
         ("--output-dir /sys", "--output-dir /sys"),  # where nobody may write
     ],
 )
-def test_wrong_argument_is_one_line_that_names_it(refused, arguments, named):
+def test_wrong_argument_is_refused_by_name(refused, arguments, named):
     line = refused(*arguments.split())
     assert all(name in line for name in named.split()), line
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        ("--num-envs abc", "--num-envs abc"),
-        ("--num-envs 1.5", "--num-envs 1.5"),
-        ("--gama 0.9", "--gama --gamma"),
-        ("--no-such-flag 3", "--no-such-flag"),
-        ("--device tpu", "--device tpu cpu cuda"),
-        ("--optimizer sgd", "--optimizer sgd muon adam"),
-        ("--env.frameskip", "--env.frameskip"),
-    ],
-)
-def test_what_tyro_refuses_names_it(capfd, arguments, named):
-    assert call(*arguments.split()) == 2
-    stderr = capfd.readouterr().err
-    assert all(name in stderr for name in named.split()), stderr
 
 
 def test_cuda_without_cuda(refused, monkeypatch):
@@ -109,20 +85,12 @@ def test_cuda_without_cuda(refused, monkeypatch):
     assert "--device cuda" in line and "cpu" in line
 
 
-def test_output_dir_that_is_a_file(refused, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    assert "--output-dir file" in refused("--output-dir", "file")
-
-
 @pytest.mark.parametrize(
     "words, name, value",
     [
         ("--total-timesteps 1e6", "total_timesteps", 1_000_000),
         ("--total-timesteps=2.5e+6", "total_timesteps", 2_500_000),
-        ("--total-timesteps 20_000", "total_timesteps", 20_000),
-        ("--learning-rate 1e-3", "learning_rate", 1e-3),
         ("--seed 18446744073709551616", "seed", 2**64),
-        ("--vf-clip-coef inf", "vf_clip_coef", float("inf")),
     ],
 )
 def test_numbers_may_be_written_as_people_write_them(words, name, value):
@@ -133,75 +101,15 @@ def test_numbers_may_be_written_as_people_write_them(words, name, value):
 # Checkpoints.
 
 
-class TouchesAFile:
-    """What a hostile pickle does: loading it calls open("touched", "w")."""
-
-    def __reduce__(self):
-        return open, ("touched", "w")
-
-
-def random_bytes(path):
-    path.write_bytes(np.random.default_rng(1).bytes(5000))
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def hostile_pickle(path):
-    path.write_bytes(pickle.dumps(TouchesAFile()))
-
-
-def hostile_torch_file(path):
-    torch.save({"encoder.0.weight": TouchesAFile()}, path)
-
-
-def weights_alone(path):
-    torch.save({"layer.weight": torch.zeros(3, 3)}, path)
-
-
-def list_of_numbers(path):
-    torch.save([1, 2, 3], path)
-
-
-def absent(path):
-    pass
-
-
-FOREIGN = [
-    absent,
-    empty,
-    random_bytes,
-    weights_alone,
-    list_of_numbers,
-    hostile_pickle,
-    hostile_torch_file,
-]
-
-
-@pytest.mark.parametrize("write", FOREIGN)
-def test_foreign_trainer_state_is_refused_and_runs_no_code(refused, tmp_path, write):
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_trainer_state_is_refused_and_runs_no_code(refused, tmp_path, name):
     (tmp_path / "given").mkdir()
-    write(tmp_path / "given/trainer_state.pt")
+    FOREIGN[name](tmp_path / "given/trainer_state.pt")
     assert "--resume given" in refused("--resume", "given")
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize("name", ["model_breakout_000001.pt", "config.yaml"])
-def test_file_that_is_no_trainer_state_is_refused(refused, run, name):
-    assert f"--resume {run / name}" in refused("--resume", run / name)
-
-
-def test_truncated_trainer_state_is_refused(refused, run, tmp_path):
-    content = (run / "trainer_state.pt").read_bytes()
-    (tmp_path / "given").mkdir()
-    (tmp_path / "given/trainer_state.pt").write_bytes(content[: len(content) // 2])
-    assert "--resume given" in refused("--resume", "given")
-
-
-@pytest.mark.parametrize(
-    "changed", ["--hidden-size 64", "--env-id pong", "--optimizer adam", "--norm-obs"]
-)
+@pytest.mark.parametrize("changed", ["--hidden-size 64", "--optimizer adam"])
 def test_run_that_does_not_fit_is_refused_and_stays_as_it_is(refused, run, changed):
     files = [path for path in run.iterdir() if "tfevents" not in path.name]
     before = [path.read_bytes() for path in files]
@@ -217,42 +125,17 @@ def test_run_that_does_not_fit_is_refused_and_stays_as_it_is(refused, run, chang
     "text, named",
     [
         ("gamma: [0.9\nseed: {", "--config given.yaml"),
-        ("- gamma\n- seed\n", "list"),
-        ("", "NoneType"),
-        ("1: 2", "int"),
+        ("- gamma\n- seed\n", "--config given.yaml list"),
         ("gae_lambda: 1.5", "--gae-lambda 1.5"),
         ("env: {nonsense: 3}", "nonsense"),
-    ],
-)
-def test_wrong_configuration_is_one_line_that_names_it(refused, tmp_path, text, named):
-    (tmp_path / "given.yaml").write_text(text)
-    line = refused("--config", "given.yaml")
-    assert all(name in line for name in named.split()), line
-
-
-@pytest.mark.parametrize(
-    "text, named",
-    [
         ("gama: 0.9", "--gama --gamma"),
         ("update_epochs: many", "--update-epochs many"),
-        ("clip_rewards: 3", "3"),
-        ("device: tpu", "--device tpu"),
-        ("optimizer: true", "--optimizer"),
-        ("auto: 3", "int"),
-        ("env: 3", "3"),
     ],
 )
-def test_wrong_configuration_names_it(capfd, tmp_path, text, named):
+def test_wrong_configuration_is_refused_by_name(refused, tmp_path, text, named):
     (tmp_path / "given.yaml").write_text(text)
-    assert call("--config", tmp_path / "given.yaml") == 2
-    stderr = capfd.readouterr().err
-    assert all(name in stderr for name in named.split()) and "Traceback" not in stderr, stderr
-
-
-@pytest.mark.parametrize("write", [absent, random_bytes])
-def test_configuration_that_cannot_be_read(refused, tmp_path, write):
-    write(tmp_path / "given.yaml")
-    assert "--config given.yaml" in refused("--config", "given.yaml")
+    said = refused("--config", "given.yaml")
+    assert all(name in said for name in named.split()), said
 
 
 def test_configuration_may_be_written_as_people_write_it(tmp_path):
@@ -277,26 +160,15 @@ def test_what_was_auto_is_resolved_anew(tmp_path, monkeypatch):
 
 VALUES = {
     "2021-03-04": "2021-03-04",
-    "2021-03-04 10:00:00": "2021-03-04 10:00:00",
     "[2021-03-04, 1e-3, '1e-3', 'x']": ["2021-03-04", 1e-3, "1e-3", "x"],
     "{1: 2, a: {b: 2021-03-04}}": {1: 2, "a": {"b": "2021-03-04"}},
-    "5": 5,
-    "'5'": "5",
-    "-0.5": -0.5,
     "1e-3": 1e-3,
-    "1e-05": 1e-5,
-    "'1e-3'": "1e-3",
-    "[-1, -2]": [-1, -2],
     "true": True,
     "'true'": "true",
     "null": None,
     "''": "",
-    ".inf": float("inf"),
-    "*": "*",  # no YAML
     "{a": "{a",
-    "a: b: c": "a: b: c",
     "grün 🌱": "grün 🌱",
-    "many words " * 20: ("many words " * 20).strip(),
 }
 
 
@@ -314,18 +186,6 @@ def test_value_for_the_environment_keeps_its_type_in_config_and_checkpoint(tmp_p
 
 
 # The same from the outside, in processes of their own.
-
-
-def test_process_prints_one_line_and_exits_with_2(tmp_path):
-    result = run_script("--env-id", "breakot", cwd=tmp_path)
-    assert "breakout" in the_line(result.returncode, result.stderr) and result.stdout == ""
-    assert not (tmp_path / "runs").exists()
-
-
-def test_process_leaves_no_workers_when_an_argument_is_wrong(tmp_path):
-    arguments = ["--num-workers", "2", "--minibatch-size", "4096"]
-    result = run_script(*arguments, cwd=tmp_path, timeout=60)
-    assert "--minibatch-size 4096" in the_line(result.returncode, result.stderr)
 
 
 def test_xla_script_without_torch_xla_says_what_installs_it(tmp_path):

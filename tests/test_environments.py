@@ -3,7 +3,6 @@ refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and 
 
 import contextlib
 import pathlib
-import random
 import re
 import sys
 from decimal import Decimal
@@ -25,7 +24,6 @@ from gymnasium.spaces import (
     Sequence,
     Text,
     Tuple,
-    flatten,
 )
 from pettingzoo import ParallelEnv
 from pufferlib import adapters
@@ -70,34 +68,17 @@ def step(envs: pufferlib.PufferEnv, times: int = 1):
     return result
 
 
-class Name(gym.Space):
-    """A space of strings that Gymnasium does not know, as MiniGrid's MissionSpace."""
-
-    def __init__(self):
-        super().__init__(dtype=str)
-
-
 OBSERVATIONS = {
     "float64": (Box(-1, 1, (2,)), np.array([0.25, -1.0]), [0.25, -1]),
     "list": (Box(-1, 1, (2,)), [0.25, -1], [0.25, -1]),
-    "number": (Box(-1, 1, (1,)), 0.25, [0.25]),
-    "one more side": (Box(-1, 1, (2,)), np.array([[0.25], [-1]]), [0.25, -1]),
     "no shape": (Box(-1, 1, ()), np.float64(0.25), [0.25]),
-    "float16": (Box(-1, 1, (2,), np.float16), np.float16([0.25, -1]), [0.25, -1]),
     "int64": (Box(-9, 9, (2,), np.int64), np.array([7, -9]), [7, -9]),
     "bool": (Box(0, 1, (2,), bool), np.array([True, False]), [1, 0]),
-    "matrix": (Box(-1, 1, (1, 2)), np.array([[0.25, -1]]), [[0.25, -1]]),
     "small grid": (Box(0, 255, (1, 2), np.uint8), np.uint8([[7, 255]]), [[7, 255]]),
     "pixels": (Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 7, np.uint8), np.full((8, 8), 7)),
-    "Discrete": (Discrete(3), 2, [0, 0, 1]),
-    "Discrete, start": (Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
-    "Discrete, array": (Discrete(3), np.array([1]), [0, 1, 0]),
-    "MultiDiscrete": (MultiDiscrete([2, 3]), np.array([1, 1]), [0, 1, 0, 1, 0]),
-    "MultiDiscrete, start": (MultiDiscrete([2, 2], start=[5, -1]), [6, -1], [0, 1, 1, 0]),
-    "MultiDiscrete, matrix": (MultiDiscrete([[2], [2]]), np.array([[0], [1]]), [1, 0, 0, 1]),
-    "MultiBinary": (MultiBinary(3), np.int8([1, 0, 1]), [1, 0, 1]),
-    "MultiBinary, matrix": (MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
-    "Tuple": (Tuple((Discrete(2), Discrete(3))), (1, 0), [0, 1, 1, 0, 0]),
+    "Discrete": (Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
+    "MultiDiscrete": (MultiDiscrete([2, 2], start=[5, -1]), [6, -1], [0, 1, 1, 0]),
+    "MultiBinary": (MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
     "Dict, sorted": (Dict({"b": UNIT, "a": Discrete(2)}), {"b": [0.25], "a": 1}, [0, 1, 0.25]),
     "nested": (
         Dict(a=Tuple((Discrete(2), Dict(z=UNIT, y=Box(0, 2, ())))), b=Box(0, 1, (1, 2))),
@@ -130,84 +111,41 @@ def test_a_choice_is_shown_alone():
         assert step(envs)[0].tolist() == [[0, 0, 1]]
 
 
-def test_parts_of_an_observation_come_in_gymnasiums_order_and_have_their_columns():
-    box = Box(-1, 1, (2, 2))
-    space = Dict({"z": Tuple((MultiDiscrete([2, 3]), box)), "y": Dict(x=Discrete(4), w=box)})
-    space.seed(1)
-    shown = space.sample()
-    envs = adapted(observation=shown, space=space)
-    np.testing.assert_array_equal(envs.reset(seed=1)[0][0], flatten(space, shown))
-    where = {name: (columns.start, columns.stop) for name, (columns, _) in envs.columns.items()}
-    assert where == {"y/x": (0, 4), "y/w": (4, 8), "z/0": (8, 13), "z/1": (13, 17)}
-
-
-@pytest.mark.parametrize(
-    ("space", "shown"),
-    [
-        (Dict(a=UNIT, mission=Text(9)), {"a": [0.5], "mission": "go"}),
-        (Dict(a=UNIT, mission=Name()), {"a": [0.5], "mission": "go"}),
-        (Dict(a=Dict(b=UNIT, mission=Text(9))), {"a": {"b": [0.5], "mission": "go"}}),
-        (Tuple((Text(9), UNIT)), ("go", [0.5])),
-    ],
-)
-def test_text_is_left_out_and_said_so_once(space, shown, capfd):
-    envs = adapted(num_envs=2, observation=shown, space=space)
+def test_text_is_left_out_and_said_so_once(capfd):
+    space = Tuple((Text(9), Dict(a=UNIT, mission=Text(9))))
+    envs = adapted(num_envs=2, observation=("go", {"a": [0.5], "mission": "on"}), space=space)
     np.testing.assert_array_equal(envs.reset(seed=1)[0], [[0.5], [0.5]])
-    assert capfd.readouterr().err.count("is text, and left out") == 1
+    assert capfd.readouterr().err.count("is text, and left out") == 2
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("spaces", "named"),
     [
-        (Dict(a=UNIT, screen=Box(0, 255, (40, 40, 3), np.uint8)), "screen is an image"),
-        (Box(0, 255, (4, 40, 40, 3), np.uint8), "uint8 of shape (4, 40, 40, 3)"),
-        (Box(0, 1, (40, 40, 3)), "float32 of shape (40, 40, 3)"),
+        ({"space": Text(9)}, "Text"),
+        ({"space": OneOf((UNIT, Discrete(2)))}, "OneOf"),
+        ({"space": Dict(a=UNIT, b=Graph(UNIT, None))}, "Graph"),
+        ({"space": Dict(mission=Text(9))}, "number"),
+        ({"acts": Sequence(Discrete(2))}, "Sequence"),
+        ({"acts": Dict(a=Discrete(2), b=UNIT)}, "Box"),
     ],
 )
-def test_an_image_that_is_flattened_is_named(space, said, capfd):
-    adapted(space=space)
-    assert said in capfd.readouterr().err
-
-
-NODE = Graph(UNIT, None)
-
-
-@pytest.mark.parametrize(
-    ("space", "named"),
-    [
-        (NODE, "Graph"),
-        (Sequence(UNIT), "Sequence"),
-        (OneOf((UNIT, Discrete(2))), "OneOf"),
-        (Text(9), "Text"),
-        (Dict(a=UNIT, b=NODE), "Graph"),
-        (Tuple((UNIT, Sequence(UNIT))), "Sequence"),
-        (Dict(mission=Text(9)), "number"),
-        (Box(0, 1, (0,)), "number"),
-    ],
-)
-def test_observation_space_that_cannot_be_is_refused_at_once(space, named):
+def test_space_that_cannot_be_is_refused_at_once(spaces, named):
     with pytest.raises(pufferlib.APIUsageError, match=named):
-        adapted(space=space)
+        adapted(**spaces)
 
 
 ACTIONS = {
-    "Discrete": (Discrete(3), [2], 2),
-    "Discrete, start": (Discrete(3, start=-1), [2], 1),
-    "MultiDiscrete": (MultiDiscrete([3, 2]), [2, 1], [2, 1]),
-    "MultiDiscrete, start": (MultiDiscrete([3, 2], start=[-1, 5]), [0, 1], [-1, 6]),
+    "Discrete": (Discrete(3, start=-1), [2], 1),
+    "MultiDiscrete": (MultiDiscrete([3, 2], start=[-1, 5]), [0, 1], [-1, 6]),
     "MultiDiscrete, matrix": (MultiDiscrete([[2, 3], [4, 5]]), [1, 2, 3, 4], [[1, 2], [3, 4]]),
-    "MultiBinary": (MultiBinary(3), [1, 0, 1], [1, 0, 1]),
-    "MultiBinary, matrix": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
+    "MultiBinary": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
     "Tuple": (Tuple((Discrete(2, start=5), MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
-    "Dict": (Dict(a=MultiDiscrete([2, 2]), b=Discrete(3)), [1, 0, 2], {"a": [1, 0], "b": 2}),
     "nested": (Tuple((Dict(a=Discrete(2)), Discrete(3))), [1, 2], ({"a": 1}, 2)),
-    "Box": (Box(-1, 1, (2,)), [0.5, -3], [0.5, -1]),
-    "Box, matrix": (Box(-1, 1, (2, 3)), [0, 0.5, 1, 0, -0.5, 9], [[0, 0.5, 1], [0, -0.5, 1]]),
+    "Box": (Box(-1, 1, (2, 3)), [0, 0.5, 1, 0, -0.5, 9], [[0, 0.5, 1], [0, -0.5, 1]]),
     "Box, no shape": (Box(-1, 1, ()), [0.5], 0.5),
     "Box, unbounded": (Box(-np.inf, np.inf, (1,)), [99], [99]),
     "Box, float64": (Box(-0.1, 0.1, (2,), np.float64), [0.125, -0.125], [0.1, -0.1]),
     "Box, integers": (Box(-2, 2, (3,), np.int32), [0.7, -1.6, 5], [1, -2, 2]),
-    "Box, bytes": (Box(0, 255, (2,), np.uint8), [300, 254.6], [255, 255]),
 }
 
 
@@ -240,26 +178,8 @@ def test_an_action_that_the_environment_keeps_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("space", "named"),
-    [
-        (Text(9), "Text"),
-        (Sequence(Discrete(2)), "Sequence"),
-        (NODE, "Graph"),
-        (Dict(a=Discrete(2), b=UNIT), "Box"),
-        (Tuple((UNIT, UNIT)), "Box"),
-    ],
-)
-def test_action_space_that_cannot_be_is_refused_at_once(space, named):
-    with pytest.raises(pufferlib.APIUsageError, match=named):
-        adapted(acts=space)
-
-
-@pytest.mark.parametrize(
     "reward",
-    [
-        *(1.5, np.float64(1.5), np.float32(1.5), np.array([1.5]), np.array(1.5), [[1.5]]),
-        *(Decimal("1.5"), torch.tensor(1.5), torch.tensor([1.5])),
-    ],
+    [1.5, np.float32(1.5), np.array([1.5]), [[1.5]], Decimal("1.5"), torch.tensor([1.5])],
     ids=repr,
 )
 def test_reward_that_holds_one_number_is_that_number(reward):
@@ -273,15 +193,10 @@ def test_reward_that_holds_one_number_is_that_number(reward):
     [
         ({"reward": None}, pufferlib.APIUsageError, "reward of environment 0 is None"),
         ({"reward": np.ones(2)}, pufferlib.APIUsageError, r"reward .*\[1., 1.\].*LinearReward"),
-        ({"reward": "high"}, pufferlib.APIUsageError, "reward of environment 0 is 'high'"),
         ({"reward": np.nan}, FloatingPointError, "step 1 the reward of environment 0"),
-        ({"reward": np.float64(np.inf)}, FloatingPointError, "reward of environment 0"),
         ({"observation": [np.nan]}, FloatingPointError, "step 0 the observation of environment 0"),
-        ({"observation": None}, FloatingPointError, "observation of environment 0"),
         ({"observation": [1, 2]}, pufferlib.APIUsageError, r"environment 0 .*\(2,\).*\(1,\)"),
         ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
-        ({"observation": -1, "space": Discrete(3)}, pufferlib.APIUsageError, "-1.*Discrete"),
-        ({"observation": [0, 2], "space": MultiDiscrete([3, 2])}, pufferlib.APIUsageError, "0, 2"),
         ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
     ],
 )
@@ -292,40 +207,17 @@ def test_what_is_no_number_or_does_not_fit_is_named(script, kind, named):
         step(envs)
 
 
-def test_the_environment_and_step_of_a_nan_are_named():
-    envs = adapted(num_envs=3, length=9)
-    envs.reset(seed=1)
-    step(envs, 4)
-    envs.envs[2].reward = np.nan
-    with pytest.raises(FloatingPointError, match="step 5 the reward of environment 2"):
-        step(envs)
-
-
-class Thing:
-    """No number."""
-
-
-def test_numbers_of_the_last_info_are_logged_and_nothing_else():
-    told = {"score": 80, "is_success": np.True_, "n": 2, "episode_length": np.array([8])}
-    told |= {"episode": {"r": np.float32(1.5), "who": "me"}, 3: True, "half": np.array(0.5)}
-    told |= {"list": [1], "many": np.arange(3), "image": np.zeros((8, 8)), "none": None}
-    told |= {"text": "go", "thing": Thing(), "complex": 1j, "tensor": torch.ones(3), "set": {1}}
-    told["objects"] = np.array([None])
-    envs = ppo.Envs(adapted(num_envs=2, info=told), 1)
-    envs.reset()
-    envs.receive()
-    for _ in range(3):
-        envs.send(np.zeros((2, 1), int))
-        envs.receive()
-    numbers = {"score": 80, "is_success": 1, "n": 2, "episode_length": 8, "episode/r": 1.5}
-    numbers |= {"3": 1, "half": 0.5}
+def test_numbers_of_an_info_are_logged_and_nothing_else():
+    numbers = {"score": 80, "is_success": np.True_, "length": np.array([8]), 3: 0.5}
+    others = {"list": [1], "many": np.arange(3), "none": None, "text": "go", "complex": 1j}
+    told = numbers | others | {"episode": {"r": np.float32(1.5), "who": "me"}}
+    _, envs = rollout(adapted(num_envs=2, info=told), 4)
+    logged = {"score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
     means = envs.means()
-    assert {name: means[name] for name in means if name.startswith("env/")} == {
-        f"env/{name}": value for name, value in numbers.items()
-    }
-    assert means["episodic_length"] == 2
-    for info in None, {}:
-        envs = adapted(info=info)
+    assert {name.removeprefix("env/") for name in means if "env/" in name} == logged.keys()
+    assert all(means[f"env/{name}"] == value for name, value in logged.items())
+    for nothing in None, {}:
+        envs = adapted(info=nothing)
         envs.reset(seed=1)
         assert not any(step(envs, 2)[4])
 
@@ -363,38 +255,21 @@ def rollout(vecenv, steps: int, action: int = 0) -> tuple[np.ndarray, ppo.Envs]:
     return np.array(rows), envs
 
 
-@pytest.mark.parametrize("terminate", [False, True])
-def test_the_last_observation_is_seen_and_the_next_step_resets(terminate):
-    kwargs = {"length": 2, "terminate": terminate}
-    vecenv = adapters.make("environments:Truncating-v0", kwargs, 1, 0, 1)
-    rows, envs = rollout(vecenv, 6)
-    end = [2, 1, float(terminate), 0]  # seen, rewarded, not acted on; a truncation bootstraps
-    assert rows[:, 0].tolist() == [[0, 0, 1, 1], [1, 1, 0, 1], end, [0, 0, 1, 1], [1, 1, 0, 1], end]
-    assert envs.episodes == [(0, 2, 2), (0, 2, 2)]
-
-
 def test_episodes_of_one_step_count():
     _, envs = rollout(adapted(reward=1.0, length=1), 5)
     assert envs.episodes == [(0, 1, 1), (0, 1, 1)]
 
 
 @pytest.mark.parametrize(
-    ("env_id", "action", "returned", "length"),
+    ("env_id", "kwargs", "returned", "length"),
     [
-        ("CartPole-v1", 1, None, None),  # falls; as many points as steps
-        ("MountainCar-v0", 1, -200, 200),
-        ("Acrobot-v1", 1, -500, 500),
-        ("CliffWalking-v1", 1, -100, None),  # right, into the cliff: see below
-        ("FrozenLake-v1", 0, 0, None),
+        ("MountainCar-v0", {}, -200, 200),
+        ("CliffWalking-v1", {"max_episode_steps": 1}, -100, 1),  # right, into the cliff
     ],
 )
-def test_returns_of_gymnasiums_own(env_id, action, returned, length):
-    kwargs = {"max_episode_steps": 1} if env_id.startswith("Cliff") else {}
-    vecenv = adapters.make(env_id, kwargs, 1, 0, 1)
-    _, envs = rollout(vecenv, 520, action)
-    _, first_return, first_length = envs.episodes[0]
-    assert first_return == (first_length if returned is None else returned)
-    assert length in (None, first_length)
+def test_returns_of_gymnasiums_own(env_id, kwargs, returned, length):
+    _, envs = rollout(adapters.make(env_id, kwargs, 1, 0, 1), length + 2, action=1)
+    assert envs.episodes == [(0, returned, length)]
 
 
 class Played(ParallelEnv):
@@ -448,7 +323,6 @@ AGAIN = [FIRST, [1, 1, 1, 0], [2, 0, 1, 1], [3, 1, 1, 0], FIRST]
 LATE = [[0, 0, 1, 0], [1, 0, 1, 1], [2, 1, 1, 0], [2, *GONE], [1, 0, 1, 1]]
 SCRIPTS = {
     "all end at once": ([("", "ab")], {}, "a", [FIRST, [1, 1, 1, 0], FIRST], [1, 1]),
-    "agents is not emptied": ([("ab", "ab")], {}, "a", [FIRST, [1, 1, 1, 0], FIRST], [1, 1]),
     "one dies": (DIES, {}, "a", DEAD, [1, 3]),
     "the other lives": (DIES, {}, "b", ALIVE, [1, 3]),
     "it comes back": (BACK, {}, "a", AGAIN, [1, 1, 3]),
@@ -472,17 +346,6 @@ def test_agents_come_and_go(script, how, agent, expected, lengths, capfd):
     assert capfd.readouterr().err.count("gone") == unsaid
 
 
-class OneAgent(Played):
-    possible_agents = ["a"]  # noqa: RUF012
-
-
-def test_one_agent_is_enough():
-    vecenv = adapters.PettingZooEnvs(lambda: OneAgent([("", "A")], first="a"), 2)
-    rows, envs = rollout(vecenv, 3)
-    assert rows[:, 1].tolist() == [FIRST, [1, 1, 0, 0], FIRST]
-    assert envs.episodes == [(0, 1, 1), (1, 1, 1)]
-
-
 def test_only_agents_that_play_act_and_their_infos_are_logged():
     vecenv = adapters.PettingZooEnvs(lambda: Played(BACK))
     _, envs = rollout(vecenv, 4)
@@ -490,19 +353,13 @@ def test_only_agents_that_play_act_and_their_infos_are_logged():
     assert envs.means()["env/at"] == (1 + 3 + 3) / 3
 
 
-@pytest.mark.parametrize(
-    ("space_of", "other", "named"),
-    [
-        ("observation_space", Box(0, 99, (2,)), "a and b .*observation_space.*pad_observations_v0"),
-        ("action_space", Discrete(3), "a and b .*action_space.*pad_action_space_v0"),
-    ],
-)
-def test_agents_with_unlike_spaces_are_refused(space_of, other, named, monkeypatch):
-    usual = getattr(Played, space_of)
-    unlike = lambda game, agent: other if agent == "b" else usual(game, agent)  # noqa: E731
-    monkeypatch.setattr(Played, space_of, unlike)
-    with pytest.raises(pufferlib.APIUsageError, match=named):
-        adapters.PettingZooEnvs(lambda: Played([]))
+def test_agents_with_unlike_spaces_are_refused():
+    class Unlike(Played):
+        def action_space(self, agent):
+            return Discrete(3 if agent == "b" else 2)
+
+    with pytest.raises(pufferlib.APIUsageError, match=r"a and b .*action_space.*pad_action_space"):
+        adapters.PettingZooEnvs(lambda: Unlike([]))
 
 
 # By name ------------------------------------------------------------------------------------------
@@ -527,59 +384,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("env_id", "named"),
-    [
-        ("brekout", "breakout"),
-        ("CartPol-v1", "ale_py:ALE/Pong-v5"),
-        ("CartPole-v9", "v1"),
-        ("CartPole", "No registered.*ale_py:ALE/Pong-v5"),
-        ("Taxi-v3", "Taxi-v4"),
-        ("ALE/Pong-v5", "ale_py:ALE/Pong-v5"),
-        ("Some/Game-v0", "MODULE:Some/Game-v0"),
-        ("no_such_module:Game-v0", "no module no_such_module"),
-        ("pettingzoo.no_such:Game-v0", "no module pettingzoo.no_such"),
-        ("environments:Gone-v0", "environments does not register it"),
-        ("environments", "no parallel_env"),
-        (".", "exist|alformed"),
-        ("", "exist|alformed"),
-    ],
-)
-def test_unknown_environment_is_one_line(env_id, named, capsys):
-    with pytest.raises(SystemExit) as end:
-        ppo.make_envs(ppo.Args(env_id=env_id, num_envs=2, num_workers=0), 1)
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: --env-id {env_id}: ")
-    assert said.count("\n") == 1
-    assert re.search(named, said)
-
-
-def test_missing_package_is_one_line(register, folder):
-    def needs_more():
-        raise gym.error.DependencyNotInstalled("pip install more")
-
-    text = "import gymnasium\nraise gymnasium.error.DependencyNotInstalled('pip install more')"
-    pathlib.Path("module_that_needs_more.py").write_text(text)
-
-    for entry_point in needs_more, "module_that_needs_more:Game":
-        register(entry_point)
-        with pytest.raises(pufferlib.APIUsageError, match="pip install more"):
-            adapters.make("Its-v0", {}, 1, 0, 1)
-
-
 def test_a_module_of_the_current_folder_is_found(folder):
     text = "import environments, gymnasium, parallel_game\n"
-    text += "gymnasium.register('Here-v0', environments.CueRecall)\n"
+    text += "gymnasium.register('Here-v0', environments.TwoDials)\n"
     text += "parallel_env = parallel_game.parallel_env\n"
     pathlib.Path("games_of_this_folder.py").write_text(text)
-    assert adapters.make("games_of_this_folder:Here-v0", {"cues": 6}, 2, 0, 1).num_agents == 2
+    assert adapters.make("games_of_this_folder:Here-v0", {"length": 6}, 2, 0, 1).num_agents == 2
     assert adapters.make("games_of_this_folder", {}, 2, 0, 1).num_agents == 6
-    for slip, kind in ("import no_such_package", ModuleNotFoundError), ("1 + '1'", TypeError):
-        pathlib.Path("broken_game.py").write_text(slip)
-        for env_id in "broken_game:Here-v0", "broken_game":
-            with pytest.raises(kind):  # with its traceback
-                adapters.make(env_id, {}, 2, 0, 1)
+    pathlib.Path("broken_game.py").write_text("import no_such_package")
+    with pytest.raises(ModuleNotFoundError):  # with its traceback
+        adapters.make("broken_game:Here-v0", {}, 2, 0, 1)
 
 
 def test_arguments_reach_the_environment_or_are_refused(register):
@@ -590,66 +404,23 @@ def test_arguments_reach_the_environment_or_are_refused(register):
     envs = adapters.make("Its-v0", {"num_envs": 3, "seed": 5, "buf": 7}, 2, 0, 1)
     assert envs.reset()[0].tolist() == [[3, 5, 7], [3, 5, 7]]
     assert adapters.make("breakout", {"frameskip": 2}, 3, 0, 1).num_agents == 3
-    for env_id, name in (
-        ("Its-v0", "sizes"),
-        ("CartPole-v1", "frameskip"),
-        ("breakout", "frameskp"),
-        ("breakout", "num_envs"),
-        ("parallel_game", "longst"),
-    ):
+    for env_id, name in ("Its-v0", "sizes"), ("breakout", "frameskp"), ("parallel_game", "longst"):
         with pytest.raises(pufferlib.APIUsageError, match=name):
             adapters.make(env_id, {name: 1}, 2, 0, 1)
-
-
-def test_environment_arguments_are_read_as_people_write_them():
-    words = ["--env.rate", "1e-3", "--env.size", "3", "--env.name", "hard", "--env.walls", "false"]
-    args, _ = ppo.parse_args([*words, "--env.sizes=[1, 2]"])
-    assert args.env == {"rate": 1e-3, "size": 3, "name": "hard", "walls": False, "sizes": [1, 2]}
-
-
-@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
-def test_an_error_of_the_environment_is_its_own(where, register):
-    class Slips(Scripted):
-        pass
-
-    setattr(Slips, where, lambda *_, **__: {"a": 1}["b"])
-    register(Slips)
-    with pytest.raises(KeyError) as error:
-        envs = ppo.make_envs(ppo.Args(env_id="Its-v0", num_envs=2, num_workers=0), 1)
-        envs.reset()
-        envs.send(np.zeros((2, 1), int))
-    assert error.traceback[-1].path == pathlib.Path(__file__)
+    register(lambda size: Scripted())
+    with pytest.raises(pufferlib.APIUsageError, match=r"--env\.size: the environment needs it"):
+        adapters.make("Its-v0", {}, 1, 0, 1)
 
 
 # Seeds, workers -----------------------------------------------------------------------------------
 
 
-class Lives(gym.Env):
-    """Life after life: a reset in mid-game goes on with the game, and drops the seed."""
-
-    observation_space = Box(0, 1, (1,))
-    action_space = Discrete(2)
-    lives = 0
-
-    def reset(self, seed=None, options=None):
-        if self.lives == 0:
-            super().reset(seed=seed)
-            self.lives = 3
-        self.t = 0
-        return self.np_random.random(1), {}
-
-    def step(self, action):
-        self.t += 1
-        self.lives -= self.t == 3
-        return self.np_random.random(1), 1.0, self.t == 3, False, {}
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_seed_gives_the_same_and_every_environment_has_its_own(num_workers, register):
-    register(Lives)
+def test_a_seed_gives_the_same_and_every_environment_has_its_own(num_workers):
+    """I6: neighbouring seeds share no environment."""
 
     def seen(seed: int) -> np.ndarray:
-        vecenv = adapters.make("Its-v0", {}, 4, num_workers, seed)
+        vecenv = adapters.make("CartPole-v1", {}, 4, num_workers, seed)
         envs = ppo.Envs(vecenv, seed)
         try:
             envs.reset()
@@ -669,77 +440,6 @@ def test_a_seed_gives_the_same_and_every_environment_has_its_own(num_workers, re
     assert len({*first[0], *seen(2)[0]}) == 8
 
 
-def test_what_is_drawn_while_it_is_made_follows_the_seed(register):
-    register(lambda: Scripted(observation=[np.random.random() * random.random()]))
-    seen = [adapters.make("Its-v0", {}, 2, 0, seed).reset()[0].tolist() for seed in (1, 1, 2)]
-    assert seen[0] == seen[1] != seen[2]
-
-
-@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 0), (4, 0), (4, 2)])
-def test_as_many_environments_are_made_and_reset_as_were_asked_for(
-    num_envs, num_workers, register, tmp_path
-):
-    class Counted(Scripted):
-        def __init__(self):
-            super().__init__(length=9)
-            self.tell("made")
-
-        def tell(self, what: str):
-            with (tmp_path / "log").open("a") as file:
-                file.write(f"{what}\n")
-
-        def reset(self, **seed):
-            self.tell("reset")
-            return super().reset(**seed)
-
-        def close(self):
-            self.tell("closed")
-
-    register(Counted)
-    envs = ppo.make_envs(ppo.Args(env_id="Its-v0", num_envs=num_envs, num_workers=num_workers), 1)
-    envs.reset()
-    for _ in range(envs.num_groups):
-        envs.receive()
-    told = (tmp_path / "log").read_text().split()
-    for_the_spaces = ["made", "closed"] if num_workers else []  # in the parent
-    assert told[: len(for_the_spaces)] == for_the_spaces
-    rest = told[len(for_the_spaces) :]
-    assert (rest.count("made"), rest.count("reset"), len(rest)) == (
-        num_envs,
-        num_envs,
-        2 * num_envs,
-    )
-    envs.close()
-
-
-def test_an_error_in_a_worker_is_shown_and_ends_the_run(register, capfd):
-    class Slips(Scripted):
-        def step(self, action):
-            return {"a": 1}["b"]
-
-    class Senses(Scripted):
-        def step(self, action):
-            return [np.nan], 0.0, False, False, {}
-
-    for entry_point, named in (
-        (Slips, "KeyError: 'b'"),
-        (Senses, "step 1 the observation of environment 2 is not finite"),
-    ):
-        register(entry_point)
-        args = ppo.Args(env_id="Its-v0", num_envs=4, num_workers=2)
-        with contextlib.closing(ppo.make_envs(args, 1)) as envs:
-            envs.reset()
-            envs.receive()
-            envs.receive()
-            for _ in range(2):
-                envs.send(np.zeros((2, 1), int))
-            with pytest.raises(ChildProcessError, match="environment worker"):
-                envs.receive()
-            for process in envs.vecenv.processes:
-                process.join()
-        assert named in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("num_workers", "groups"), [(1, 1), (2, 2), (4, 2)])
 def test_even_workers_are_double_buffered(num_workers, groups):
     """One half of the agents is stepped by its workers while the policy acts on the other."""
@@ -756,7 +456,7 @@ def test_even_workers_are_double_buffered(num_workers, groups):
 
 @pytest.mark.parametrize(
     ("device", "cores", "num_envs", "num_workers"),
-    [("cuda", 16, 4096, 8), ("cuda", 16, 4200, 14), ("cuda", 3, 4096, 0), ("cpu", 16, 4096, 0)],
+    [("cuda", 16, 4096, 8), ("cuda", 3, 4096, 0), ("cpu", 16, 4096, 0)],
 )
 def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(
     monkeypatch, device, cores, num_envs, num_workers
@@ -768,50 +468,6 @@ def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(
     assert args.num_workers == num_workers
 
 
-# Ocean --------------------------------------------------------------------------------------------
-
-OCEAN = "breakout blastar convert pong freeway enduro tetris cartpole moba boids drone nmmo3 snake "
-OCEAN += (
-    "squared pysquared terraform template tripletriad target go rware trash_pickup tower_climb "
-)
-OCEAN += "grid cpr pacman checkers puffer_pong"
-AGENTS = {"convert": 32, "moba": 20, "boids": 16, "nmmo3": 32, "snake": 16, "terraform": 32}
-AGENTS |= {"target": 32, "rware": 16, "trash_pickup": 12, "cpr": 32}  # of 4 environments, if not 4
-SMALL = {  # arguments of the big ones
-    "convert": {"num_agents": 8},
-    "boids": {"num_boids": 4},
-    "nmmo3": {"width": 4 * [64], "height": 4 * [64], "num_players": 8, "num_enemies": 8},
-    "snake": {"num_snakes": 4, "num_food": 16, "width": 64, "height": 64},
-    "tower_climb": {"num_maps": 2},
-    "grid": {"num_maps": 4},
-}
-
-
-@pytest.mark.parametrize("env_id", OCEAN.split())
-def test_ocean_environment_steps_and_logs_numbers(env_id, folder):
-    agents = AGENTS.get(env_id, 4)
-    (folder / "resources").symlink_to(pathlib.Path(pufferlib.__path__[0], "resources"))
-    args = ppo.Args(env_id=env_id, env=SMALL.get(env_id, {}), num_envs=4, num_workers=0)
-    args.precision = "float32"
-    with contextlib.closing(ppo.make_envs(args, 1)) as envs:
-        assert envs.num_agents == agents
-        agent = ppo.Agent(envs.observation_space, envs.action_space, args)
-        zeros = torch.zeros(2, agents, args.hidden_size)
-        envs.reset()
-        for _ in range(300):  # until it logs
-            _, observations, rewards, dones, valid = envs.receive()
-            assert np.isfinite(observations).all()
-            assert np.isfinite([rewards, dones]).all()
-            assert valid.all()
-            shown = torch.as_tensor(observations), torch.as_tensor(dones)
-            with torch.no_grad():
-                noise = agent.sampling_noise(agents)
-                actions, *_ = ppo.act(agent, *shown, *zeros, *agent.lstm_weights(), noise)
-            envs.send(actions.numpy())
-        means = envs.means()
-        assert np.isfinite(list(means.values())).all()
-
-
 # Whole runs ---------------------------------------------------------------------------------------
 
 TINY = "--num-envs 4 --num-steps 8 --minibatch-size 16 --update-epochs 0.1 --hidden-size 16"
@@ -821,10 +477,9 @@ TINY = f"{TINY} --precision float32 --no-compile --log-interval 1".split()
 @pytest.mark.parametrize(
     ("env_id", "arguments", "agents"),
     [
-        ("target", "--num-workers 2 --optimizer adam --precision bfloat16", 32),  # MultiDiscrete
+        ("target", "--num-workers 2 --optimizer adam", 32),  # MultiDiscrete
         ("drone", "--num-workers 2", 4),  # Box
         ("environments:Image-v0", "--num-workers 1", 4),
-        ("environments:DictObs-v0", "--num-workers 2", 4),
         ("tests.parallel_game", "--num-workers 2", 12),
         ("Blackjack-v1", "--norm-obs --norm-rewards", 4),
     ],
@@ -836,53 +491,6 @@ def test_environment_trains(env_id, arguments, agents, tmp_path):
     assert result.returncode == 0, result.stderr
     end = end_of(newest_run(tmp_path))
     assert (end["exit_reason"], end["iteration"], end["step"]) == ("completed", 2, steps)
-
-
-def test_an_error_in_a_step_saves_and_shows_the_traceback(tmp_path):
-    (tmp_path / "slip.py").write_text(SLIP)
-    words = ["--env-id", "slip:Slip-v0", *TINY, "--total-timesteps", 6400]
-    result = run_script(*words, cwd=tmp_path, small=False)
-    assert result.returncode == 1
-    assert "slip.py" in result.stderr
-    assert "KeyError: 'b'" in result.stderr
-    run = newest_run(tmp_path)
-    assert (run / "trainer_state.pt").exists()
-    assert end_of(run)["exit_reason"] == "KeyError: 'b'"
-
-
-SLIP = """
-import environments, gymnasium
-
-class Slip(environments.Truncating):
-    total = 0
-
-    def step(self, action):
-        self.total += 1
-        return {"a": 1}["a" if self.total < 30 else "b"] and super().step(action)
-
-gymnasium.register("Slip-v0", Slip)
-"""
-
-
-def test_a_reward_that_is_a_vector_is_one_line(tmp_path):
-    (tmp_path / "two_goals.py").write_text(TWO_GOALS)
-    words = ["--env-id", "two_goals:TwoGoals-v0", *TINY]
-    result = run_script(*words, cwd=tmp_path, small=False)
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: at step 1 the reward of environment 0")
-
-
-TWO_GOALS = """
-import environments, gymnasium, numpy
-
-class TwoGoals(environments.Truncating):
-    def step(self, action):
-        observation, _, *rest = super().step(action)
-        return observation, numpy.ones(2), *rest
-
-gymnasium.register("TwoGoals-v0", TwoGoals)
-"""
 
 
 def test_the_wrapper_of_the_docs_does_what_it_says(folder):
@@ -910,20 +518,3 @@ def test_atari_a_life_is_an_episode_and_the_score_is_the_games():
     assert lives == 5
     assert info["episode"]["r"] == rewards
     assert env.unwrapped.ale.lives() == 5, "a new game has begun"
-
-
-class Sized(Scripted):
-    """An environment with an argument that has no default."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size = size
-
-
-def test_an_argument_without_a_default_is_asked_for_by_its_flag():
-    gym.register("Sized-v0", Sized)
-    gym.register("Sized-v1", Sized, kwargs={"size": 3})
-    with pytest.raises(pufferlib.APIUsageError, match=r"--env\.size: the environment needs it"):
-        adapters.make("Sized-v0", {}, 1, 0, 1)
-    for env_id, kwargs in ("Sized-v0", {"size": 2}), ("Sized-v1", {}):
-        adapters.make(env_id, kwargs, 1, 0, 1).close()

@@ -8,11 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import Pipe
-from multiprocessing.context import ForkProcess
 
 import numpy as np
-import psutil
 import pufferlib.ocean.environment as ocean
 import pufferlib.vector
 import pytest
@@ -24,7 +21,6 @@ SERIAL = {"backend": "Serial", "num_envs": 4}
 WORKERS = {"backend": "Multiprocessing", "num_envs": 4, "num_workers": 4, "overwork": True}
 HALVES = WORKERS | {"batch_size": 2}
 SHARED = WORKERS | {"num_workers": 2}  # two environments in each
-ALONE = WORKERS | {"num_envs": 1, "num_workers": 1}
 OCEAN = (
     "breakout blastar convert pong freeway enduro tetris cartpole moba boids drone snake squared "
     "pysquared terraform template tripletriad target go rware trash_pickup tower_climb grid cpr "
@@ -34,9 +30,7 @@ MADE, PYTHON, NUMPY, C, RESET, ACTION = range(6)  # what a Witness sees
 
 
 class Witness(pufferlib.PufferEnv):
-    """Observes the seed it was made with, a number of each generator then, its reset's seed, and its last action."""
-
-    closed = 0
+    """Observes its seed, a number of each generator then, its reset's seed, and its last action."""
 
     def __init__(self, buf=None, seed=0):
         self.single_observation_space = Box(-1, 2**31, (6,), np.float64)
@@ -54,13 +48,7 @@ class Witness(pufferlib.PufferEnv):
         return self.observations, self.rewards, self.terminals, self.truncations, [{"n": 1}]
 
     def close(self):
-        Witness.closed += 1
-
-
-def fails_in_a_worker(buf=None, seed=None):
-    if seed is not None:  # the one that PufferLib makes in the parent, to look at, gets none
-        raise ValueError("on purpose")
-    return Witness(buf)
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -93,14 +81,10 @@ def first_observations(vecenv, seed):
     return vecenv.recv()[0].copy()
 
 
-def lives(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 # Workers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [WORKERS, HALVES, SHARED, ALONE])
+@pytest.mark.parametrize("how", [WORKERS, HALVES, SHARED])
 def test_killed_worker_is_an_error_at_recv_with_its_number_and_exit_code(make, how):
     vecenv = make(**how)
     vecenv.async_reset(1)
@@ -116,81 +100,6 @@ def test_killed_worker_is_an_error_at_recv_with_its_number_and_exit_code(make, h
     with pytest.raises(ChildProcessError, match=ended):
         for _ in range(groups):
             vecenv.recv()
-
-
-def test_worker_killed_while_it_steps_is_an_error_at_reset(make):
-    vecenv = make(**WORKERS)
-    first_observations(vecenv, 1)
-    os.kill(vecenv.processes[2].pid, signal.SIGSTOP)
-    vecenv.send(np.zeros(4, int))
-    vecenv.processes[2].kill()
-    with pytest.raises(ChildProcessError, match=r"worker 2 .* exit code -9"):
-        vecenv.async_reset(2)
-
-
-def test_environment_that_cannot_be_made_in_a_worker_is_an_error_at_recv(make):
-    vecenv = make(fails_in_a_worker, **WORKERS)
-    vecenv.async_reset(1)
-    with pytest.raises(ChildProcessError, match="ended: exit code 1"):
-        vecenv.recv()
-
-
-def test_signals_that_reach_the_process_group_do_nothing_to_a_worker(make):
-    vecenv = make(**WORKERS)
-    first_observations(vecenv, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        os.kill(vecenv.processes[0].pid, number)
-    for action in range(5):
-        vecenv.send(np.full(4, action))
-        assert (vecenv.recv()[0][:, ACTION] == action).all()
-
-
-def test_workers_of_a_killed_parent_end():
-    def parent(connection):
-        vecenv = pufferlib.vector.make(Witness, **WORKERS)
-        first_observations(vecenv, 1)
-        connection.send([process.pid for process in vecenv.processes])
-        time.sleep(600)
-
-    here, there = Pipe()
-    process = ForkProcess(target=parent, args=(there,))
-    process.start()
-    pids = here.recv()
-    assert all(map(lives, pids))
-    process.kill()
-    process.join()
-    while any(map(lives, pids)):
-        time.sleep(0.01)
-
-
-def test_program_that_fails_without_closing_ends_and_so_do_its_workers(tmp_path):
-    program = """
-        import pufferlib.vector, test_pufferlib
-        vecenv = pufferlib.vector.make(test_pufferlib.Witness, **test_pufferlib.WORKERS)
-        print(*[process.pid for process in vecenv.processes])
-        raise SystemExit(7)
-    """.replace("\n        ", "\n")
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 7
-    assert len(run.stdout.split()) == 4
-    assert not any(lives(int(pid)) for pid in run.stdout.split())
-
-
-def test_close_leaves_nothing_and_may_be_called_twice(make):
-    vecenv = make(**WORKERS)
-    first_observations(vecenv, 1)
-    closed = Witness.closed
-    vecenv.close()
-    vecenv.close()
-    assert [process.exitcode for process in vecenv.processes] == [-signal.SIGKILL] * 4
-    assert Witness.closed == closed + 1
 
 
 # Turns --------------------------------------------------------------------------------------------
@@ -210,42 +119,6 @@ def test_two_groups_received_before_either_is_sent_to_get_their_own_actions(make
             assert vecenv.recv()[0][:, ACTION].tolist() == of_group
 
 
-def test_nothing_is_received_twice(make):
-    vecenv = make(**HALVES)
-    vecenv.async_reset(1)
-    vecenv.recv()
-    vecenv.recv()
-    with pytest.raises(pufferlib.APIUsageError, match="send before recv"):
-        vecenv.recv()
-
-
-@pytest.mark.parametrize("how", [SERIAL, WORKERS])
-def test_reset_comes_first(make, how):
-    vecenv = make(**how)
-    with pytest.raises(pufferlib.APIUsageError, match="reset"):
-        vecenv.recv()
-    with pytest.raises(pufferlib.APIUsageError, match="reset"):
-        vecenv.send(np.zeros(4, int))
-
-
-def test_reset_after_infos_were_received(make):
-    vecenv = make(**WORKERS)
-    first_observations(vecenv, 1)
-    vecenv.send(np.ones(4, int))
-    assert len(vecenv.recv()[4]) == 4
-    observations = first_observations(vecenv, 2)
-    assert observations[:, RESET].tolist() == [env_seed(2, number) for number in range(4)]
-    assert (observations[:, ACTION] == -1).all()
-
-
-@pytest.mark.parametrize("how", [SERIAL, WORKERS])
-def test_all_first_actions_may_be_the_last_of_the_space_or_any(make, how):
-    vecenv = make(**how)
-    first_observations(vecenv, 1)
-    vecenv.send(np.full(4, 99, np.int32))
-    assert (vecenv.recv()[0][:, ACTION] == 99).all()
-
-
 # Seeds --------------------------------------------------------------------------------------------
 
 
@@ -260,6 +133,7 @@ def test_env_seed_has_31_bits_and_those_of_neighbouring_seeds_are_far_apart():
 def test_environment_gets_the_same_seeds_in_every_backend_and_neighbouring_runs_share_none(
     make, how
 ):
+    """I6: neighbouring seeds share no environment."""
     seen = set()
     for seed in (1, 2, 3):
         vecenv = make(seed=seed, **how)
@@ -277,13 +151,6 @@ def test_environment_gets_the_same_seeds_in_every_backend_and_neighbouring_runs_
     assert len(seen) == 3 * 4 * 3
 
 
-def test_native_environment_gets_the_seeds_of_number_0(make):
-    vecenv = make(seed=5)
-    observation = first_observations(vecenv, 6)[0]
-    LIBC.srand(env_seed(5, 0))
-    assert observation[[MADE, C, RESET]].tolist() == [env_seed(5, 0), LIBC.rand(), env_seed(6, 0)]
-
-
 @pytest.mark.parametrize("how", [WORKERS, SHARED], ids=str)
 def test_python_and_numpy_are_seeded_in_workers(make, how):
     observations = first_observations(make(seed=1, **how), 1)
@@ -291,17 +158,6 @@ def test_python_and_numpy_are_seeded_in_workers(make, how):
         seed = env_seed(1, number)
         assert observation[PYTHON] == random.Random(seed).getrandbits(31)
         assert observation[NUMPY] == np.random.RandomState(seed).randint(2**31 - 1)
-
-
-@pytest.mark.parametrize("how, drawn", [({}, slice(1)), (SERIAL, slice(1, 5))], ids=str)
-def test_python_and_numpy_are_not_seeded_in_the_program_itself(make, how, drawn):
-    random.seed(3)
-    np.random.seed(3)
-    observations = first_observations(make(seed=1, **how), 1)
-    python = random.Random(3)
-    assert observations[:, PYTHON].tolist() == [python.getrandbits(31) for _ in range(5)][drawn]
-    numpy = np.random.RandomState(3).randint(2**31 - 1, size=5)
-    assert observations[:, NUMPY].tolist() == numpy[drawn].tolist()
 
 
 def numbers_of(name, seed):
@@ -319,6 +175,7 @@ def numbers_of(name, seed):
     digest = hashlib.sha256()
     for _ in range(80):
         for array in vecenv.recv()[:2]:
+            assert np.isfinite(array).all()
             digest.update(array)
         shape = vecenv.actions.shape
         if isinstance(space, Box):

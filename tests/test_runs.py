@@ -6,13 +6,11 @@ import json
 import math
 import os
 import pathlib
-import pty
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -21,14 +19,15 @@ import torch
 import yaml
 from conftest import (
     SCRIPT,
-    command_of,
+    alive,
     end_of,
-    environment,
     newest_run,
     read_metrics,
-    run_on_a_terminal,
     run_script,
     start_script,
+    succeed,
+    wait_for,
+    without_clock,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -39,22 +38,6 @@ ITERATIONS = 8
 LOSSES = {*ppo.LOSSES, "explained_variance"}
 WORKERS = ["--num-workers", "2"]
 LONG = ["--total-timesteps", "100_000_000", "--checkpoint-interval", "1_000_000"]
-
-
-def succeed(*arguments, cwd, **options) -> pathlib.Path:
-    """Runs the script, asserts success, returns the run's folder."""
-    result = run_script(*arguments, cwd=cwd, **options)
-    assert result.returncode == 0, result.stderr
-    return newest_run(cwd)
-
-
-def wait_for(condition, process, timeout: float = 120):
-    """Until condition() is true; fails if the process ends first."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, f"it ended with exit code {process.returncode}"
-        assert time.monotonic() < deadline, "timeout"
-        time.sleep(0.005)
 
 
 def logged(cwd) -> int:
@@ -79,34 +62,12 @@ def started():
         process.kill()
 
 
-def without_clock(run: pathlib.Path) -> list[dict]:
-    """The metrics of a run but for what a clock says."""
-    rows = read_metrics(run)
-    clocked = {name for row in rows for name in row if name.partition("/")[0] in ("time", "sps")}
-    return [{name: row[name] for name in row.keys() - clocked} for row in rows]
-
-
 def exit_reason(run: pathlib.Path) -> str:
     return end_of(run)["exit_reason"]
 
 
 def checkpoint(run: pathlib.Path) -> dict:
     return ppo.load_checkpoint(str(run), "runs")
-
-
-def schedule(run: pathlib.Path) -> list[tuple]:
-    return [(row["iteration"], row["step"], row["learning_rate"]) for row in read_metrics(run)]
-
-
-def equal(a, b) -> bool:
-    """Whether two nested structures are equal, tensors to the bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 @pytest.fixture(scope="module")
@@ -119,19 +80,22 @@ def finished(tmp_path_factory):
     return result
 
 
-@pytest.fixture
-def copied(finished, tmp_path):
-    """A copy of the finished run, in tmp_path/runs."""
-    return pathlib.Path(shutil.copytree(finished.run, tmp_path / "runs" / finished.run.name))
-
-
 # What a run leaves.
 
 
-def test_run_is_named_after_environment_experiment_seed_and_time(finished):
-    *names, started = finished.run.name.split("__")
-    assert names == ["breakout", "ppo_lstm_puffer", "1"]
-    assert abs(int(started) - time.time()) < 3600
+def test_run_has_its_name_its_script_and_its_end(finished):
+    assert finished.run.name.split("__")[:3] == ["breakout", "ppo_lstm_puffer", "1"]
+    assert (finished.run / SCRIPT.name).read_text() == SCRIPT.read_text()
+    end = end_of(finished.run)
+    assert end["exit_reason"] == "completed"
+    assert (end["step"], end["iteration"]) == (STEPS * ITERATIONS, ITERATIONS)
+
+
+def test_stdout_has_a_parseable_line_for_each_interval(finished):
+    stdout = finished.stdout.splitlines()
+    lines = [dict(word.split("=") for word in line.split(" ")) for line in stdout]
+    assert [int(line["step"]) for line in lines] == [STEPS * (i + 1) for i in range(ITERATIONS)]
+    assert all(math.isfinite(float(value)) for line in lines for value in line.values())
 
 
 def test_config_holds_every_argument_as_resolved(finished):
@@ -147,20 +111,12 @@ def test_metrics_lines_have_the_values_of_every_interval(finished):
     for row in rows:
         assert {"step", "iteration", "time", "sps", "learning_rate"} <= set(row)
         assert {f"losses/{name}" for name in LOSSES} <= set(row)
-        assert sum(row[f"time/{phase}"] for phase in ("env", "policy", "update")) == pytest.approx(
-            1
-        )
+        shares = sum(row[f"time/{phase}"] for phase in ("env", "policy", "update"))
+        assert shares == pytest.approx(1)
     times = [row["time"] for row in rows]
     assert times == sorted(set(times))
     ended = [row for row in rows if "episodic_return" in row]
     assert ended and {"episodic_length", "episodic_return_min", "env/score"} <= set(ended[0])
-
-
-def test_speed_is_of_training_from_the_first_line_on(tmp_path):
-    rows = read_metrics(succeed("--log-interval", "4", cwd=tmp_path))
-    first, second = rows
-    assert first["sps"] * first["time"] == pytest.approx(3 * STEPS, rel=0.2)  # one compiles
-    assert second["sps"] * (second["time"] - first["time"]) == pytest.approx(4 * STEPS, rel=0.2)
 
 
 def test_a_line_is_logged_every_interval_and_at_the_end(tmp_path):
@@ -168,44 +124,22 @@ def test_a_line_is_logged_every_interval_and_at_the_end(tmp_path):
     assert [row["iteration"] for row in read_metrics(run)] == [3, 6, 8]
 
 
-def test_last_line_of_the_metrics_says_how_it_ended(finished):
-    end = end_of(finished.run)
-    assert end["exit_reason"] == "completed"
-    assert (end["step"], end["iteration"]) == (STEPS * ITERATIONS, ITERATIONS)
-
-
-def test_run_has_a_copy_of_its_script(finished):
-    assert (finished.run / SCRIPT.name).read_text() == SCRIPT.read_text()
-
-
 def test_tensorboard_has_the_charts(finished):
     events = EventAccumulator(str(finished.run)).Reload()
     tags = set(events.Tags()["scalars"])
-    names = "SPS episodic_return episodic_return_min episodic_return_max episodic_length"
-    assert {f"charts/{name}" for name in (*names.split(), "learning_rate")} <= tags
-    assert {f"losses/{name}" for name in LOSSES} | {"env/score", "time/update"} <= tags
+    assert {"charts/SPS", "charts/episodic_return", "charts/learning_rate", "env/score"} <= tags
+    assert {f"losses/{name}" for name in LOSSES} <= tags
+    shown = [(event.step, event.value) for event in events.Scalars("losses/entropy")]
     rows = read_metrics(finished.run)
-    shown = events.Scalars("losses/entropy")
-    assert [event.step for event in shown] == [row["step"] for row in rows]
-    entropies = [row["losses/entropy"] for row in rows]
-    assert [event.value for event in shown] == pytest.approx(entropies)
+    for pair, row in zip(shown, rows, strict=True):
+        assert pair == pytest.approx((row["step"], row["losses/entropy"]))
 
 
 def test_weights_of_every_checkpoint_are_kept_and_one_trainer_state(finished):
     names = sorted(path.name for path in finished.run.iterdir() if ".pt" in path.name)
     assert names == ["model_breakout_000004.pt", "model_breakout_000008.pt", "trainer_state.pt"]
     weights = torch.load(finished.run / names[1])
-    assert equal(dict(weights), dict(checkpoint(finished.run)["model"]))
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_stdout_has_a_parseable_line_for_each_interval(finished, tmp_path, terminal):
-    stdout = finished.stdout
-    if terminal:  # stderr; stdout goes to `| tee train.log`
-        stdout, _ = run_on_a_terminal(command_of(), tmp_path)
-    lines = [dict(word.split("=") for word in line.split(" ")) for line in stdout.splitlines()]
-    assert [int(line["step"]) for line in lines] == [STEPS * (i + 1) for i in range(ITERATIONS)]
-    assert all(math.isfinite(float(value)) for line in lines for value in line.values())
+    torch.testing.assert_close(weights, checkpoint(finished.run)["model"], rtol=0, atol=0)
 
 
 def test_profile_writes_a_trace(tmp_path):
@@ -214,14 +148,11 @@ def test_profile_writes_a_trace(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-# Repeating.
+# I6: repeating.
 
 
-def test_same_seed_gives_the_same_metrics_to_the_bit(finished, tmp_path):
+def test_same_seed_gives_the_same_metrics_to_the_bit_and_another_does_not(finished, tmp_path):
     assert without_clock(succeed(cwd=tmp_path)) == without_clock(finished.run)
-
-
-def test_another_seed_gives_other_metrics(finished, tmp_path):
     assert without_clock(succeed("--seed", "2", cwd=tmp_path)) != without_clock(finished.run)
 
 
@@ -239,29 +170,7 @@ def test_config_repeats_a_run_to_the_bit(finished, tmp_path):
     assert without_clock(run) == without_clock(finished.run)
 
 
-def test_config_of_a_resumed_run_repeats_it_from_the_start(finished, copied, tmp_path):
-    succeed("--resume", copied, "--total-timesteps", 10 * STEPS, cwd=tmp_path, small=False)
-    (tmp_path / "again").mkdir()
-    arguments = ["--config", copied / "config.yaml", "--total-timesteps", ITERATIONS * STEPS]
-    run = succeed(*arguments, cwd=tmp_path / "again", small=False)
-    assert without_clock(run) == without_clock(finished.run)
-
-
-def test_command_line_beats_config_and_env_arguments_reach_the_environment(finished, tmp_path):
-    path = finished.run / "config.yaml"
-    flags = ["--gamma", "0.9", "--env.frameskip", "8"]
-    run = succeed("--config", path, *flags, cwd=tmp_path, small=False)
-    before = yaml.safe_load(path.read_text())
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config == before | {"gamma": 0.9, "env": {"frameskip": 8}}
-    lengths = []
-    for folder in run, finished.run:
-        rows = read_metrics(folder)
-        lengths.append(next(row["episodic_length"] for row in rows if "episodic_length" in row))
-    assert lengths[0] < lengths[1]  # 8 frames a step, not 4: the ball falls in fewer steps
-
-
-# Resuming.
+# I6: resuming.
 
 
 @pytest.fixture(scope="module")
@@ -284,24 +193,14 @@ def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
     copy = pathlib.Path(shutil.copytree(killed, tmp_path / "runs" / killed.name))
     resumed = succeed("--resume", "latest", cwd=tmp_path, small=False)
     assert resumed == copy and exit_reason(resumed) == "completed"
-    assert schedule(resumed) == schedule(straight) and len(schedule(straight)) == 40
-    assert read_metrics(resumed)[:20] == read_metrics(killed)[:20]
-    for run in resumed, straight:
-        state = checkpoint(run)
-        assert (state["iteration"], state["step"]) == (40, 40 * STEPS)
-    times = [row["time"] for row in read_metrics(resumed)]
+    rows = read_metrics(resumed)
+    assert rows[:20] == read_metrics(killed)[:20]
+    for row, expected in zip(rows, read_metrics(straight), strict=True):
+        for name in "iteration", "step", "learning_rate":
+            assert row[name] == expected[name]
+    assert checkpoint(resumed)["step"] == rows[-1]["step"] == 40 * STEPS
+    times = [row["time"] for row in rows]
     assert times == sorted(times), "time counts on"
-
-
-@pytest.mark.parametrize("times", [3, 0.5])
-def test_run_resumed_with_another_batch_size_goes_on_to_its_total(killed, tmp_path, times):
-    shutil.copytree(killed, tmp_path / "runs" / killed.name)
-    arguments = ["--resume", "latest", "--num-envs", int(16 * times)]
-    resumed = succeed(*arguments, cwd=tmp_path, small=False)
-    assert 40 * STEPS <= checkpoint(resumed)["step"] < 40 * STEPS + times * STEPS
-    assert checkpoint(resumed)["iteration"] == 20 + math.ceil(20 / times)
-    rates = [row["learning_rate"] for row in read_metrics(resumed)]
-    assert rates == sorted(rates, reverse=True), "the schedule goes on where it was"
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
@@ -313,8 +212,9 @@ def test_resumed_state_is_the_saved_one_but_for_what_flags_say(tmp_path, optimiz
         agent = ppo.Agent(envs.observation_space, envs.action_space, args)
         optimizers = ppo.make_optimizers(agent, args)
         ppo.Run(args, envs, resumed).restore(agent, optimizers)
-    assert equal(dict(agent.state_dict()), dict(resumed["model"]))
-    assert equal([one.state_dict()["state"] for one in optimizers], resumed["optimizers"])
+    states = [one.state_dict()["state"] for one in optimizers]
+    saved = (resumed["model"], resumed["optimizers"])
+    torch.testing.assert_close((agent.state_dict(), states), saved, rtol=0, atol=0)
     group = optimizers[0].param_groups[0]
     assert float(group["lr"]) == 0.125
     assert (group["momentum"] if optimizer == "muon" else group["betas"][0]) == 0.5
@@ -358,23 +258,20 @@ def test_time_limit_counts_from_each_start(tmp_path):
 # One folder, one run.
 
 
-@pytest.mark.parametrize("starts", [2, 5])
-def test_runs_that_start_in_one_second_have_a_folder_each(tmp_path, starts):
-    processes = [start_script("--total-timesteps", STEPS, cwd=tmp_path) for _ in range(starts)]
-    assert [process.wait(timeout=200) for process in processes] == [0] * starts
+def test_runs_that_start_in_one_second_have_a_folder_each(tmp_path):
+    processes = [start_script("--total-timesteps", STEPS, cwd=tmp_path) for _ in range(3)]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
     runs = list((tmp_path / "runs").iterdir())
-    assert len(runs) == starts
+    assert len(runs) == 3
     assert all([row["step"] for row in read_metrics(run)] == [STEPS] for run in runs)
 
 
-@pytest.mark.parametrize("name", ["latest", "its folder"])
-def test_run_that_is_still_on_cannot_be_resumed(started, tmp_path, name):
+def test_run_that_is_still_on_cannot_be_resumed(started, tmp_path):
     process, run = started("--checkpoint-interval", "1", *LONG[:2], cwd=tmp_path)
     wait_for((run / "trainer_state.pt").exists, process)
-    path = name if name == "latest" else run
-    result = run_script("--resume", path, cwd=tmp_path, small=False)
-    assert result.returncode == 2 and run.name in result.stderr.splitlines()[-1]
-    assert result.stderr.splitlines()[-1].startswith("error: ")
+    result = run_script("--resume", "latest", cwd=tmp_path, small=False)
+    line = result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and line.startswith("error: ") and run.name in line
     process.terminate()
     assert process.wait(60) == 143
     steps = [row["step"] for row in read_metrics(run)]
@@ -386,10 +283,6 @@ def test_run_that_is_still_on_cannot_be_resumed(started, tmp_path, name):
 
 def children_of(process) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
-
-
-def alive(processes: list[psutil.Process], within: float = 5) -> list[psutil.Process]:
-    return psutil.wait_procs(processes, timeout=within)[1]
 
 
 @pytest.mark.parametrize("backend", [[], WORKERS], ids=["native", "workers"])
@@ -456,41 +349,6 @@ def test_output_that_cannot_be_written_does_not_end_training(started, tmp_path, 
     process.terminate()
     assert process.wait(timeout=60) == 143 and exit_reason(run) == "sigterm"
     assert checkpoint(run)["step"] == end_of(run)["step"]
-
-
-@pytest.mark.parametrize("attempt", range(3))
-def test_control_c_under_tee_writes_a_checkpoint(tmp_path, attempt):
-    """In a terminal, where Ctrl-C goes to `tee` too, which ends first."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execvpe("bash", ["bash", "--norc", "-i"], environment())
-    shell = psutil.Process(pid)
-    threading.Thread(target=drain, args=[terminal]).start()
-    try:
-        os.write(terminal, f"{' '.join(command_of(*LONG))} 2>&1 | tee log.txt\n".encode())
-        deadline = time.monotonic() + 120
-        while logged(tmp_path) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        trainer = [one for one in shell.children(recursive=True) if "python" in one.name()]
-        os.write(terminal, b"\x03")
-        assert trainer and not alive(trainer, within=60)
-    finally:
-        for process in [*shell.children(recursive=True), shell]:
-            process.kill()
-        os.waitpid(pid, 0)
-    run = newest_run(tmp_path)
-    assert exit_reason(run) == "sigint"
-    assert checkpoint(run)["step"] == end_of(run)["step"] > 0
-    assert (tmp_path / "log.txt").read_text().count("step=") >= 2
-
-
-def drain(terminal: int):
-    """Reads, so that nobody waits to write."""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while os.read(terminal, 65536):
-            pass
-    os.close(terminal)
 
 
 def test_workers_of_a_killed_run_end(started, tmp_path):
@@ -561,13 +419,12 @@ def test_nan_of_an_environment_is_named_and_the_weights_before_it_are_kept(tmp_p
     assert all(torch.isfinite(value).all() for value in state["model"].values())
 
 
-@pytest.mark.parametrize("act, rate", [("reward = 1e30", "0.01"), ("pass", "1e38")])
-def test_loss_that_is_not_finite_ends_the_run_with_the_largest_numbers(tmp_path, act, rate):
-    arguments = ["--no-clip-rewards", "--learning-rate", rate, "--checkpoint-interval", "1"]
-    result, run = run_failing(act, tmp_path, *arguments)
+def test_loss_that_is_not_finite_ends_the_run_with_the_largest_numbers(tmp_path):
+    arguments = ["--no-clip-rewards", "--checkpoint-interval", "1"]
+    result, run = run_failing("reward = 1e30", tmp_path, *arguments)
     line = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert line.startswith("error: ") and ("1e+30" in line) == ("1e30" in act)
+    assert line.startswith("error: ") and "1e+30" in line
     for path in run.glob("*.pt"):
         state = torch.load(path)
         assert all(torch.isfinite(value).all() for value in state.get("model", state).values())

@@ -4,15 +4,12 @@ import contextlib
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
-import yaml
 from conftest import environment, newest_run, read_metrics, run_script
 from pufferlib import adapters
 from torch._inductor import cpp_builder
@@ -23,12 +20,9 @@ import ppo_lstm_puffer as ppo
 @pytest.mark.parametrize(
     ("capabilities", "precision"),
     [
-        ({"avx2": True, "avx512_bf16": False}, "float32"),
         ({"avx512_f": True, "avx512_bf16": False}, "float32"),
         ({"avx512_bf16": True}, "bfloat16"),
-        ({"amx_bf16": True}, "bfloat16"),
         ({"neon": True, "bf16": True}, "bfloat16"),
-        ({}, "float32"),
     ],
 )
 def test_precision_auto_is_bfloat16_where_the_cpu_multiplies_it(
@@ -40,9 +34,7 @@ def test_precision_auto_is_bfloat16_where_the_cpu_multiplies_it(
     assert args.precision == precision
 
 
-@pytest.mark.parametrize(
-    ("capability", "precision"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
-)
+@pytest.mark.parametrize(("capability", "precision"), [((7, 5), "float32"), ((8, 0), "bfloat16")])
 def test_precision_auto_is_bfloat16_from_compute_capability_8_on(
     monkeypatch, capability, precision
 ):
@@ -51,35 +43,6 @@ def test_precision_auto_is_bfloat16_from_compute_capability_8_on(
     args = ppo.Args(device="cuda")
     ppo.resolve(args)
     assert args.precision == precision
-
-
-def test_bfloat16_where_it_is_slow_is_taken_with_a_warning(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
-    args = ppo.Args(device="cpu", precision="bfloat16")
-    ppo.resolve(args)
-    assert args.precision == "bfloat16"
-    assert capsys.readouterr().err.startswith("warning: --precision bfloat16")
-
-
-def test_precision_is_printed_and_stored_and_found_out_anew_by_a_resumed_run(tmp_path):
-    here = "bfloat16" if ppo.fast_bfloat16("cpu") else "float32"
-    other = "float32" if here == "bfloat16" else "bfloat16"
-    for number, told in enumerate(("auto", other)):
-        (tmp_path / told).mkdir()
-        flags = ["--precision", told, "--total-timesteps", "256"]
-        result = run_script(*flags, cwd=tmp_path / told)
-        taken = [here, other][number]
-        assert f"cpu, 1 threads, {taken}\n" in result.stderr
-        run = newest_run(tmp_path / told)
-        assert yaml.safe_load((run / "config.yaml").read_text())["precision"] == taken
-        state = torch.load(run / "trainer_state.pt")
-        # as if it came from a machine of the other kind
-        state["config"]["precision"] = [other, here][number]
-        torch.save(state, run / "trainer_state.pt")
-        more = ["--resume", "latest", "--total-timesteps", "512"]
-        result = run_script(*more, cwd=tmp_path / told, small=False)
-        assert result.returncode == 0, result.stderr
-        assert f"cpu, 1 threads, {here}\n" in result.stderr
 
 
 @pytest.fixture
@@ -106,15 +69,9 @@ def chosen_threads(monkeypatch):
     ("kind", "steps", "cores", "threads"),
     [
         (None, 256, 16, 1),
-        (None, 1024, 1, 1),
-        (None, 1024, 16, 2),
         (None, 4096, 16, 7),
         (None, 32768, 2, 2),
-        (None, 32768, 16, 16),
-        ("avx512_bf16", 1024, 16, 1),
-        ("avx512_bf16", 2048, 16, 2),
         ("avx512_bf16", 4096, 16, 4),
-        ("amx_bf16", 2048, 16, 1),
         ("amx_bf16", 4096, 16, 2),
     ],
 )
@@ -128,18 +85,6 @@ def test_threads_follow_the_work_of_an_update_and_the_cores(
 def test_omp_num_threads_wins(monkeypatch, chosen_threads):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert chosen_threads(32768, 16) is None
-
-
-def test_first_weights_do_not_depend_on_the_cores(tmp_path, monkeypatch):
-    weights = []
-    flags = "--total-timesteps 256 --hidden-size 256 --learning-rate 0 --adam-learning-rate 0"
-    for folder in tmp_path / "one", tmp_path / "all":
-        folder.mkdir()
-        result = run_script(*flags.split(), cwd=folder, fork=False)
-        assert "cpu, 1 threads, " in result.stderr
-        weights.append(torch.load(next(newest_run(folder).glob("model_*.pt"))))
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
 # A compiler that is not there, or cannot.
@@ -159,28 +104,13 @@ def eager(tmp_path, **variables) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("cache", ["a b", "/proc/nowhere"])
-def test_compile_cache_that_cannot_be_used_is_one_warning(tmp_path, cache):
-    """g++ is called without quotes; and nobody may write to /proc."""
-    eager(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache))
+def test_compile_cache_that_cannot_be_used_is_one_warning(tmp_path):
+    """g++ is called without quotes."""
+    eager(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "a b"))
 
 
 def test_no_compiler_is_one_warning(tmp_path):
     eager(tmp_path, PATH=str(tmp_path))
-
-
-@pytest.mark.parametrize("options", ["noexec", "size=64k"])
-def test_compile_cache_on_a_disk_that_is_full_or_may_not_execute_is_one_warning(tmp_path, options):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
-    try:
-        eager(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(disk), TMPDIR=str(disk))
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_no_header_of_python_is_one_warning(tmp_path):
@@ -221,17 +151,3 @@ def test_torchs_compiler_is_called_the_way_that_is_taken_over():
     words = builder.get_command_line().split()
     assert words.count("-o") == 1
     assert words[words.index("-o") + 1] == builder.get_target_file_path()
-
-
-@pytest.mark.parametrize(
-    ("num_agents", "said"), [(512, "a batch of observations takes 1.7 GB"), (8, "")]
-)
-def test_a_large_batch_of_images_is_announced(num_agents, said, capsys, monkeypatch):
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
-    envs = SimpleNamespace(observation_space=space, num_agents=num_agents)
-    args = ppo.Args(compile=False, device="cpu", precision="float32")
-    ppo.set_up_torch(args, envs, seed=1)
-    text = capsys.readouterr().err
-    assert said in text
-    assert ("a batch of observations" in text) == bool(said)

@@ -4,19 +4,17 @@ import functools
 import json
 import os
 import pathlib
-import pickle
 import shutil
-import signal
 import sys
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, newest_run, read_metrics, run_script
+from conftest import FOREIGN, ROOT, SCRIPT, read_metrics, run_script, succeed
 from PIL import Image
-from pufferlib.models import Default, LSTMWrapper
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -62,24 +60,17 @@ gym.register("Painted-v0", entry_point=Painted)
 PAINTED = ["--env-id", "test_tools:Painted-v0"]
 
 
-def train(folder: pathlib.Path, *arguments, script=SCRIPT) -> pathlib.Path:
-    """The folder of a small finished run."""
-    result = run_script(*arguments, cwd=folder, script=script)
-    assert result.returncode == 0, result.stderr
-    return newest_run(folder)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of cartpole, which no test changes."""
     words = ["--env-id", "cartpole", "--checkpoint-interval", "4"]
-    return train(tmp_path_factory.mktemp("cartpole"), *words)
+    return succeed(*words, cwd=tmp_path_factory.mktemp("cartpole"))
 
 
 @pytest.fixture(scope="module")
 def normalized(tmp_path_factory):
     words = ["--env-id", "cartpole", "--norm-obs", "--norm-rewards"]
-    return train(tmp_path_factory.mktemp("normalized"), *words)
+    return succeed(*words, cwd=tmp_path_factory.mktemp("normalized"))
 
 
 @pytest.fixture
@@ -146,11 +137,9 @@ def test_process_plays_the_newest_run_and_prints_json(run):
     assert scores["episodes"] == 20
     assert scores["env_id"] == "cartpole"
     assert scores["checkpoint"].endswith("08.pt")
-    for key in ("episodic_return", "episodic_length"):
-        statistics = scores[key]
-        assert 0 < statistics["min"] <= statistics["mean"] <= statistics["max"]
-        assert statistics["standard_error"] > 0
-        assert f"{key}: {statistics['mean']:.2f} ± " in result.stderr
+    statistics = scores["episodic_return"]
+    assert 0 < statistics["min"] <= statistics["mean"] <= statistics["max"]
+    assert f"episodic_return: {statistics['mean']:.2f} ± " in result.stderr
     assert scores["env"]["score"] > 0
     assert sorted(run.iterdir()) == before and list(run.parent.iterdir()) == [run]
 
@@ -161,7 +150,6 @@ def test_each_agent_plays_its_first_episodes():
     class Envs:
         num_agents = 3
         logs = {}  # noqa: RUF012
-        all_lengths = (1, 2, 4)
         returns = lengths = np.zeros(3)  # of the episodes so far: none is near --max-steps
 
         def reset(self):
@@ -169,37 +157,24 @@ def test_each_agent_plays_its_first_episodes():
             self.episodes = []
 
         def receive(self):
-            for i, length in enumerate(self.all_lengths):
-                if self.t and self.t % length == 0:
-                    self.episodes.append((i, float(length), length))
+            ended = [(i, 0.0, n) for i, n in enumerate((1, 2, 4)) if self.t and self.t % n == 0]
+            self.episodes += ended
             self.t += 1
             return slice(0, 3), np.zeros((3, 2)), np.zeros(3), np.zeros(3), np.ones(3)
 
         def send(self, actions):
             pass
 
-    class Agent:
-        @staticmethod
-        def lstm_weights():
-            return 0, 0
+    def act(agent, x, dones, h, c, *_):
+        return torch.zeros(3, 1), None, None, h, c
 
-        @staticmethod
-        def sampling_noise(n, device):
-            return torch.zeros(n)
-
-    class Script:
-        @staticmethod
-        def act(agent, x, dones, h, c, *_):
-            return torch.zeros(3, 1), None, None, h, c
-
-    class Trained:
-        envs = Envs()
-        args = type("Args", (), {"device": "cpu", "hidden_size": 4})
-        agent = Agent
-        script = Script
-
+    agent = SimpleNamespace(
+        lstm_weights=lambda: (0, 0), sampling_noise=lambda n, device: torch.zeros(n)
+    )
+    args = SimpleNamespace(device="cpu", hidden_size=4)
+    trained = SimpleNamespace(envs=Envs(), args=args, agent=agent, script=SimpleNamespace(act=act))
     finished = []
-    play.play(Trained, play.Options("", episodes=7), finished)
+    play.play(trained, play.Options("", episodes=7), finished)
     assert sorted(length for _, length in finished) == [1, 1, 1, 2, 2, 4, 4]
 
 
@@ -209,24 +184,8 @@ def test_most_likely_actions_and_seeds_repeat(run, played):
     assert scores[0]["episodic_return"] != scores[2]["episodic_return"]
 
 
-def test_most_likely_action_of_a_gaussian_is_its_mean(played):
-    """The mean is always 0, up to 0.8 from the targets; samples are nearly all at +-1 or beyond."""
-    import environments
-
-    script = common.import_script(SCRIPT)
-    spaces = [environments.Continuous().observation_space, environments.Continuous().action_space]
-    agent = script.Agent(*spaces, script.Args(hidden_size=8, precision="float32"))
-    nn = torch.nn
-    nn.init.zeros_(agent.policy.decoder_mean.weight)
-    nn.init.constant_(agent.policy.decoder_logstd, 3.0)
-    torch.save(agent.state_dict(), "wild.pt")
-    words = ["wild.pt", "--env-id", "environments:Continuous-v0", "--hidden-size", 8]
-    assert played(*words, "--deterministic")["episodic_return"]["min"] >= -4 * 2 * 0.8**2
-    assert played(*words)["episodic_return"]["mean"] < -7
-
-
 def test_no_environment_of_training_is_played_in(played, tmp_path):
-    run = train(tmp_path, *PAINTED, "--env.file", tmp_path / "trained")
+    run = succeed(*PAINTED, "--env.file", tmp_path / "trained", cwd=tmp_path)
     assert played(run, "--episodes", 16, "--env.file", tmp_path / "played")["episodes"] == 16
     trained_in, played_in = (
         set((tmp_path / name).read_text().split()) for name in ("trained", "played")
@@ -235,13 +194,8 @@ def test_no_environment_of_training_is_played_in(played, tmp_path):
     assert not trained_in & played_in
 
 
-def test_model_file_plays_as_its_run_does(run, played):
-    paths = run, run / "model_cartpole_000008.pt"
-    one, other = (played(path, "--episodes", 5) for path in paths)
-    assert one == other
-
-
 def test_pufferlibs_own_breakout_weights_play_as_well_here(played):
+    """I7"""
     scores = played(*BREAKOUT, "--episodes", 32)
     assert scores["episodes"] == 32 and scores["episodic_return"]["mean"] >= 850  # of 864
     assert scores["episodic_length"]["min"] > 101
@@ -249,11 +203,9 @@ def test_pufferlibs_own_breakout_weights_play_as_well_here(played):
 
 def test_a_normalized_agent_plays_with_its_statistics(normalized, played):
     assert played(normalized, "--episodes", 5)["episodes"] == 5
-    state = torch.load(normalized / "model_cartpole_000008.pt")
-    for agent in trained_of(normalized).agent, state:
-        state = agent if isinstance(agent, dict) else agent.state_dict()
-        assert state["observation_norm.0.num_batches_tracked"] == 8
-        assert state["observation_norm.0.running_var"].min() < 0.5
+    state = trained_of(normalized).agent.state_dict()
+    assert state["observation_norm.0.num_batches_tracked"] == 8
+    assert state["observation_norm.0.running_var"].min() < 0.5
 
 
 def test_run_of_a_fork_is_played_by_its_own_copy(tmp_path, played, refused):
@@ -264,31 +216,11 @@ def test_run_of_a_fork_is_played_by_its_own_copy(tmp_path, played, refused):
     before, _, after = SCRIPT.read_text().rpartition("if __name__ ==")
     fork = tmp_path / "my_fork.py"
     fork.write_text(f"{before}{change}\n\n\nif __name__ =={after}")
-    forked = train(tmp_path, "--env-id", "cartpole", script=fork)
+    forked = succeed("--env-id", "cartpole", cwd=tmp_path, script=fork)
     assert played(forked, "--episodes", 3)["episodes"] == 3
     assert played(forked, "--episodes", 3, "--script", fork)["episodes"] == 3
     line = refused(play, forked, "--script", SCRIPT)
     assert "model_cartpole_000008.pt" in line and "more" in line
-
-
-def test_ctrl_c_ends_with_what_was_played(run, call, monkeypatch, request):
-    make = common.Trained.make
-
-    def make_impatient(self, num_envs):
-        make(self, num_envs)
-        receive = self.envs.receive
-        calls = iter(range(100))
-
-        def impatient():
-            return os.kill(os.getpid(), 2) if next(calls, None) is None else receive()
-
-        self.envs.receive = impatient
-
-    monkeypatch.setattr(common.Trained, "make", make_impatient)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run may have set its own
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    code, out, _ = call(play, run, "--episodes", 100000)
-    assert code == 130 and 0 < json.loads(out)["episodes"] < 100000
 
 
 def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
@@ -303,9 +235,8 @@ def test_gif_of_breakout_and_of_a_gymnasium_environment(played, tmp_path):
     words = ["zeros.bin", *BREAKOUT[1:], "--deterministic", "--gif", "game.gif"]
     assert played(*words)["episodes"] == 1
     with Image.open("game.gif") as film:
-        assert film.format == "GIF" and film.size == (384, 220) and film.n_frames > 30
-        colors = {color for _, color in film.convert("RGB").getcolors(10000)}
-    assert len(colors) > 20, "bricks, ball, paddle and text"
+        assert film.n_frames > 30
+        assert len(film.convert("RGB").getcolors(10000)) > 20, "bricks, ball, paddle and text"
     script = common.import_script(SCRIPT)
     args = script.Args(hidden_size=8, precision="float32")
     agent = script.Agent(Painted.observation_space, Painted.action_space, args)
@@ -352,10 +283,6 @@ def test_watch_shows_a_run_that_is_on(tmp_path, call):
     code, out, _ = call(watch, run)  # stdout is no terminal: once
     assert code == 0 and "500 of 1,000" in out and "0:00:10 left" in out and "slowest" in out
     assert "score: 3 to 3" in out, "the newest value, though its row is not the last"
-    assert "completed" not in out
-    with (run / "config.yaml").open("a") as file:
-        file.write("time_limit: 13.0\n")
-    assert "0:00:04 left" in call(watch, run)[1]
 
 
 def test_watch_follows_a_run_until_it_ends(tmp_path, call, monkeypatch):
@@ -375,33 +302,6 @@ def test_watch_follows_a_run_until_it_ends(tmp_path, call, monkeypatch):
     assert out.index("0:00:10 left") < out.index("time_limit") and "1,000 of 1,000" in out
 
 
-@pytest.mark.parametrize("rows", [[], [{"step": 0, "exit_reason": "sigint"}]], ids=["new", "ended"])
-def test_watch_shows_a_run_that_logged_nothing(tmp_path, call, rows):
-    code, out, _ = call(watch, screen(tmp_path / "new", rows))
-    assert code == 0 and ("sigint" if rows else "nothing logged yet") in out
-
-
-def test_watch_takes_the_newest_run(tmp_path, call):
-    for name, age in ("newest", 0), ("older", 100):
-        config = screen(tmp_path / "runs" / name, [ROW]) / "config.yaml"
-        os.utime(config, (config.stat().st_mtime - age,) * 2)
-    assert "─ newest ─" in call(watch)[1]
-
-
-def test_watch_draws_where_there_is_only_ascii(run, monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    script = ROOT / "tools/watch.py"
-    result = run_script(run, cwd=tmp_path, small=False, script=script, fork=False)
-    assert result.returncode == 0 and "entropy" in result.stdout, result.stderr
-
-
-def test_plot_fills_its_width():
-    lines = watch.plot([0.0, 1.0, 3.0], 30, 2).plain.split("\n")
-    assert [len(line) for line in lines] == [30, 30] and lines[0] == " " * 20 + "█" * 10
-    assert watch.plot([5.0], 4, 1).plain == "▁▁▁▁"
-    assert len(watch.plot(list(range(1000)), 30, 1).plain) == 30
-
-
 # tools/export.py
 
 
@@ -414,23 +314,6 @@ def test_bin_and_pufferlibs_pt_play_the_same(run, call, played):
     paths = run / "model_cartpole_000008.pt", "flat.bin", "weights.pt"
     scores = [played(path, *words)["episodic_return"] for path in paths]
     assert scores[0] == scores[1] == scores[2]
-
-
-def test_pufferlib_loads_the_exported_weights_and_computes_the_same(run, call):
-    assert call(export, run, "--out", "weights.pt")[0] == 0
-    trained = trained_of(run)
-    env = trained.envs.vecenv.driver_env
-    theirs = LSTMWrapper(env, Default(env, hidden_size=32), 32, 32)
-    theirs.load_state_dict(torch.load("weights.pt"))
-    x = torch.randn(6, 4)
-    state = torch.randn(2, 6, 32)
-    weights = trained.agent.lstm_weights()
-    with torch.no_grad():
-        logits, values = theirs.forward_eval(x, {"lstm_h": state[0], "lstm_c": state[1]})
-        features = trained.agent.encode(x[None])
-        hidden, _, _ = trained.script.lstm_forward(features, *state, torch.zeros(1, 6), *weights)
-        ours = trained.agent.heads(hidden[0])
-    torch.testing.assert_close(ours, (logits, values.flatten()), rtol=1e-4, atol=1e-5)
 
 
 def test_onnx_gives_the_logits_of_torch(normalized, call, refused):
@@ -464,23 +347,6 @@ def test_onnx_gives_the_logits_of_torch(normalized, call, refused):
 # Wrong arguments are named; exit code 2.
 
 
-class TouchesAFile:
-    """What a hostile pickle does: loading it calls open("touched", "w")."""
-
-    def __reduce__(self):
-        return open, ("touched", "w")
-
-
-FOREIGN = {
-    "empty": lambda path: path.write_bytes(b""),
-    "noise": lambda path: path.write_bytes(np.random.default_rng(1).bytes(5000)),
-    "other_tensors": lambda path: torch.save({"layer.weight": torch.zeros(3, 3)}, path),
-    "a_list": lambda path: torch.save([1, 2, 3], path),
-    "hostile_pickle": lambda path: path.write_bytes(pickle.dumps(TouchesAFile())),
-    "hostile_weights": lambda path: torch.save({"cell.weight_ih": TouchesAFile()}, path),
-}
-
-
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("suffix", [".pt", ".bin"])
 def test_foreign_weights_are_refused(refused, tmp_path, name, suffix):
@@ -492,24 +358,14 @@ def test_foreign_weights_are_refused(refused, tmp_path, name, suffix):
 @pytest.mark.parametrize(
     "tool, arguments, named",
     [
-        (play, "nowhere", "nowhere"),
         (play, "latest", "latest model_*.pt --output-dir runs"),
-        (play, "", "latest"),
-        (play, "RUN --episodes many", "--episodes many"),
         (play, "RUN --episodes 0", "--episodes 0"),
-        (play, "RUN --no-such-flag 3", "--no-such-flag"),
-        (play, "RUN --script nowhere.py", "--script nowhere.py"),
         (play, "RUN --script broken.py", "broken.py nothing_of_this_name --script"),
         (play, "RUN --hidden-size 31", "--hidden-size"),
         (play, "RUN --env.nonsense 3", "nonsense"),
-        (play, "RUN --env-id breakot", "--env-id breakot breakout"),
-        (play, "RUN --gif no/such/folder.gif", "--gif no/such/folder.gif"),
         (play, "RUN --gif game.gif", "--gif game.gif cartpole xvfb-run --render"),
         (play, "RUN --render", "--render display xvfb-run"),
-        (watch, "nowhere", "nowhere"),
-        (watch, "RUN --no-such-flag", "--no-such-flag"),
         (watch, "", "latest config.yaml runs"),
-        (export, "RUN", "--out .bin .onnx .pt"),
         (export, "RUN --out policy.zip", "--out policy.zip .bin .onnx .pt"),
         (export, "RUN --out no/such/folder.bin", "--out no/such/folder.bin"),
         (repeat, ".", "no logged row"),
@@ -534,9 +390,8 @@ def test_damaged_configuration_is_one_line(run, refused, tmp_path):
 
 
 def test_run_repeats_to_the_bit_and_a_changed_one_does_not(run, call, tmp_path):
-    code, out, err = call(repeat, run)
-    assert code == 0 and "8 of 8 rows are the same to the bit" in out, err
-    assert call(repeat, run, "--steps", 600)[1].count("2 of 2 rows") == 1  # of 256 steps each
+    code, out, err = call(repeat, run, "--steps", 600)  # of 256 steps each
+    assert code == 0 and "2 of 2 rows are the same to the bit" in out, err
     changed = shutil.copytree(run, tmp_path / "changed")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows[3]["losses/entropy"] = np.nextafter(rows[3]["losses/entropy"], 1)
