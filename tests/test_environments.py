@@ -391,6 +391,10 @@ def test_a_module_of_the_current_folder_is_found(folder):
     pathlib.Path("games_of_this_folder.py").write_text(text)
     assert adapters.make("games_of_this_folder:Here-v0", {"length": 6}, 2, 0, 1).num_agents == 2
     assert adapters.make("games_of_this_folder", {}, 2, 0, 1).num_agents == 6
+    pathlib.Path("package").mkdir()  # as gymnasium_robotics has its mamujoco_v1
+    pathlib.Path("package/__init__.py").write_text("import parallel_game as game_v1")
+    assert adapters.make("package.game_v1", {}, 2, 0, 1).num_agents == 6
+    assert adapters.module_of("package.game_v2") is None
     pathlib.Path("broken_game.py").write_text("import no_such_package")
     with pytest.raises(ModuleNotFoundError):  # with its traceback
         adapters.make("broken_game:Here-v0", {}, 2, 0, 1)
