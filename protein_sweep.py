@@ -354,10 +354,13 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
     wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
     beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
-    try:
-        return optuna.storages.RDBStorage(url, engine_kwargs=wait, **beat)
-    except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
-        raise UsageError(f"--storage: {' '.join(str(error).split())[:200]}") from None
+    for _ in range(3):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=wait, **beat)
+        except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
+            reason = " ".join(str(error).split())[:200]
+            time.sleep(0.5)  # two that make the tables at once: one fails, but not twice
+    raise UsageError(f"--storage: {reason}")
 
 
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
@@ -379,7 +382,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
         if before is None:  # it is new
             study.set_user_attr("same", same)
             params = {one.name: one.nearest(first.get(one.argument)) for one in space}
-            study.enqueue_trial({name: x for name, x in params.items() if x is not None})
+            params = {name: x for name, x in params.items() if x is not None}
+            study.enqueue_trial(params, skip_if_exists=True)  # another machine may have come first
             before = same
     changed = [key for key in same if before[key] != same[key]]
     if changed:
