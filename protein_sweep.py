@@ -472,8 +472,10 @@ class Sweep:
         try:
             while not self.enough():
                 self.optimize()
-        except UsageError:  # the very first trial was refused: nothing is lost with the study
-            optuna.delete_study(study_name=self.args.study_name, storage=self.study._storage)
+        except UsageError:  # the first trial was refused; a corrected command begins anew
+            if not worked(self.study) and not self.trials_in(TrialState.RUNNING):
+                storage = open_storage(self.args, self.folder)
+                optuna.delete_study(study_name=self.args.study_name, storage=storage)
             raise
         while not self.stopping and self.trials_in(TrialState.RUNNING):  # elsewhere, or of the dead
             optuna.storages.fail_stale_trials(self.study)

@@ -498,6 +498,15 @@ def test_a_command_that_is_wrong_ends_at_its_first_trial_and_goes_on_corrected(
     assert len(load(toy).get_trials(states=(TrialState.COMPLETE,))) == 2
 
 
+def test_a_refused_trial_takes_no_study_with_it_on_which_another_machine_works(toy, monkeypatch):
+    monkeypatch.chdir(toy)
+    command = toy_command("--num-trials", 3, "--", "--mode", "refuses")
+    protein_sweep.prepare(command[2:])
+    elsewhere = load(toy).ask()
+    finish(command, toy, 2)
+    assert elsewhere.number in [trial.number for trial in load(toy).trials]
+
+
 def test_a_folder_may_have_any_name(toy):
     for name in "q?x", "p%20q", "a/b#c":
         finish(toy_command("--num-trials", 1, "--output-dir", name), toy)
