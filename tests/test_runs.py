@@ -6,11 +6,14 @@ import json
 import math
 import os
 import pathlib
+import pty
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -19,8 +22,10 @@ import torch
 import yaml
 from conftest import (
     SCRIPT,
+    SMALL,
     alive,
     end_of,
+    environment,
     newest_run,
     read_metrics,
     run_script,
@@ -170,6 +175,20 @@ def test_config_repeats_a_run_to_the_bit(finished, tmp_path):
     assert without_clock(run) == without_clock(finished.run)
 
 
+def test_command_line_beats_config_and_env_arguments_reach_the_environment(finished, tmp_path):
+    path = finished.run / "config.yaml"
+    flags = ["--gamma", "0.9", "--env.frameskip", "8"]
+    run = succeed("--config", path, *flags, cwd=tmp_path, small=False)
+    before = yaml.safe_load(path.read_text())
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config == before | {"gamma": 0.9, "env": {"frameskip": 8}}
+    lengths = []
+    for folder in run, finished.run:
+        rows = read_metrics(folder)
+        lengths.append(next(row["episodic_length"] for row in rows if "episodic_length" in row))
+    assert lengths[0] < lengths[1]  # 8 frames a step, not 4: the ball falls in fewer steps
+
+
 # I6: resuming.
 
 
@@ -201,6 +220,17 @@ def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
     assert checkpoint(resumed)["step"] == rows[-1]["step"] == 40 * STEPS
     times = [row["time"] for row in rows]
     assert times == sorted(times), "time counts on"
+
+
+@pytest.mark.parametrize("times", [3, 0.5])
+def test_run_resumed_with_another_batch_size_goes_on_to_its_total(killed, tmp_path, times):
+    shutil.copytree(killed, tmp_path / "runs" / killed.name)
+    arguments = ["--resume", "latest", "--num-envs", int(16 * times)]
+    resumed = succeed(*arguments, cwd=tmp_path, small=False)
+    assert 40 * STEPS <= checkpoint(resumed)["step"] < 40 * STEPS + times * STEPS
+    assert checkpoint(resumed)["iteration"] == 20 + math.ceil(20 / times)
+    rates = [row["learning_rate"] for row in read_metrics(resumed)]
+    assert rates == sorted(rates, reverse=True), "the schedule goes on where it was"
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
@@ -349,6 +379,42 @@ def test_output_that_cannot_be_written_does_not_end_training(started, tmp_path, 
     process.terminate()
     assert process.wait(timeout=60) == 143 and exit_reason(run) == "sigterm"
     assert checkpoint(run)["step"] == end_of(run)["step"]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_control_c_under_tee_writes_a_checkpoint(tmp_path, attempt):
+    """In a terminal, where Ctrl-C goes to `tee` too, which ends first."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execvpe("bash", ["bash", "--norc", "-i"], environment())
+    shell = psutil.Process(pid)
+    words = [sys.executable, str(SCRIPT), *SMALL, *LONG]
+    threading.Thread(target=drain, args=[terminal]).start()
+    try:
+        os.write(terminal, f"{shlex.join(words)} 2>&1 | tee log.txt\n".encode())
+        deadline = time.monotonic() + 120
+        while logged(tmp_path) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        trainer = [one for one in shell.children(recursive=True) if "python" in one.name()]
+        os.write(terminal, b"\x03")
+        assert trainer and not alive(trainer, within=60)
+    finally:
+        for process in [*shell.children(recursive=True), shell]:
+            process.kill()
+        os.waitpid(pid, 0)
+    run = newest_run(tmp_path)
+    assert exit_reason(run) == "sigint"
+    assert checkpoint(run)["step"] == end_of(run)["step"] > 0
+    assert (tmp_path / "log.txt").read_text().count("step=") >= 2
+
+
+def drain(terminal: int):
+    """Reads, so that nobody waits to write."""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while os.read(terminal, 65536):
+            pass
+    os.close(terminal)
 
 
 def test_workers_of_a_killed_run_end(started, tmp_path):

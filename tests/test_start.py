@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from conftest import environment, newest_run, read_metrics, run_script
@@ -151,3 +152,17 @@ def test_torchs_compiler_is_called_the_way_that_is_taken_over():
     words = builder.get_command_line().split()
     assert words.count("-o") == 1
     assert words[words.index("-o") + 1] == builder.get_target_file_path()
+
+
+@pytest.mark.parametrize(
+    ("num_agents", "said"), [(512, "a batch of observations takes 1.7 GB"), (8, "")]
+)
+def test_a_large_batch_of_images_is_announced(num_agents, said, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    envs = SimpleNamespace(observation_space=space, num_agents=num_agents)
+    args = ppo.Args(compile=False, device="cpu", precision="float32")
+    ppo.set_up_torch(args, envs, seed=1)
+    text = capsys.readouterr().err
+    assert said in text
+    assert ("a batch of observations" in text) == bool(said)
