@@ -71,7 +71,7 @@ class Script:
     script = "ppo_lstm_puffer.py"
     words = f"--env-id cartpole {SIZES}"
     victims = (("script", ANY),)  # and the signals that they get
-    time = 2.0  # most seconds that it trains
+    trains_for = 2.0  # seconds at most
     traceback = r"Traceback \(most recent call last\)"  # one of ours
 
     def __init__(self, work: Path):
@@ -126,7 +126,7 @@ class Script:
             else:
                 wait_until(lambda: self.trains() or self.over())
                 self.startup = time.time() - self.began
-                time.sleep(self.time * rng.random())
+                time.sleep(self.trains_for * rng.random())
             wait_until(lambda: self.over() or bool(self.processes(target)))
             record["trains"] = self.trains()
             self.runs = len(self.steps())
@@ -237,7 +237,7 @@ class Sweep(Script):
     """A sweep with two workers. `step` is the number of complete trials."""
 
     victims = (("sweep", ANY),)
-    time = 20.0
+    trains_for = 20.0
     complete = frozenset()  # their numbers and values
 
     def command(self) -> list[str]:
