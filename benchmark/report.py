@@ -46,7 +46,6 @@ MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850)}
 for task in ("CueRecall", "HiddenStart", "ShownStart", "FarReward"):
     SCORES[f"envs.probes:{task}-v0"] = (0.5, 0.95)
-SHAPES = {"breakout": (118, 3)}  # observation and logits, for the arithmetic of a step
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.3, "legend.frameon": False})
 plt.rcParams["figure.constrained_layout.use"] = True
@@ -139,27 +138,6 @@ def interval(statistic: Callable, *samples: list[float]) -> str:
 def iqm(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
     """Interquartile mean of all runs of all environments: without the highest and lowest quarter."""
     return scipy.stats.trim_mean(np.concatenate(samples, axis), 0.25, axis)
-
-
-def flops_per_step(arguments: dict, env_id: str) -> float:
-    """Operations of our matrix products per environment step; docs/benchmarks.md derives it."""
-    observation, logits = SHAPES[env_id]
-    width = arguments["hidden_size"]
-    forward = 2 * (observation * width + 8 * width**2 + width * (logits + 1))
-    update = 3 * forward - 2 * observation * width  # no gradient of the observation
-    return forward * (1 + 1 / arguments["num_steps"]) + arguments["update_epochs"] * update
-
-
-def ceiling_share(cell: dict, ceilings: list[dict]) -> float | None:
-    """Percent of its precision's (median) ceiling, at as many threads as all its ranks have."""
-    if cell["program"] != "ours" or cell["env_id"] not in SHAPES or not cell["sps_steady"]:
-        return None
-    key = "cuda"
-    if cell["arguments"]["device"] != "cuda":
-        key = str(cell["hardware"]["threads"] * cell.get("ranks", {}).get("world_size", 1))
-    gflops = [one[key][cell["arguments"]["precision"]] for one in ceilings if key in one]
-    flops = cell["sps_steady"] * flops_per_step(cell["arguments"], cell["env_id"])
-    return 100 * flops / (float(np.median(gflops)) * 1e9) if gflops else None
 
 
 # Words --------------------------------------------------------------------------------------------
@@ -371,29 +349,6 @@ def startup_section(cells: list[dict]) -> str:
     return text + table(["program", "cold: an empty compile cache", "warm"], rows)
 
 
-def ceiling_section(cells: list[dict]) -> str:
-    ceilings = [cell["ceiling"] for cell in cells if "ceiling" in cell]
-    rows = []
-    for threads in sorted({key for ceiling in ceilings for key in ceiling}):
-        some = [ceiling[threads] for ceiling in ceilings if threads in ceiling]
-        rows.append([threads, spread_of(some, "bfloat16"), spread_of(some, "float32")])
-    text = "The fastest of several shapes of matrix product, GFLOP/s:\n\n"
-    text += table(["threads", "bfloat16", "float32"], rows)
-    trained = [cell for cell in cells if cell["kind"] != "startup"]
-    rows = []
-    for (group, name, env_id), some in group_by(trained, "group", "name", "env_id").items():
-        shares = spread([ceiling_share(cell, ceilings) for cell in some], " %")
-        if shares != "-":
-            mflop = flops_per_step(some[0]["arguments"], env_id) / 1e6
-            rows.append([group, name, f"{mflop:.2f}", shares])
-    if not rows:
-        return text
-    text += "\nTraining's share of its precision's ceiling at the same number of threads. "
-    text += "docs/benchmarks.md says what is counted.\n\n"
-    head = ["group", "run", "MFLOP per environment step", "share of the ceiling"]
-    return text + table(head, rows)
-
-
 def machine(cells: list[dict]) -> str:
     """CPU, instruction set and commits, in a line."""
     machines = [cell["hardware"] for cell in cells]
@@ -556,8 +511,6 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         section("Learning", learning_section(learning), "learning")
     if kinds["startup"]:
         section("Start-up", startup_section(kinds["startup"]))
-    if kinds["ceiling"]:
-        section("Share of the matrix-product ceiling", ceiling_section(cells))
     if (folder / "notes.md").exists():
         section("What was tried", (folder / "notes.md").read_text())
     if failed:

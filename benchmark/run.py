@@ -59,13 +59,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 PROGRAMS = {
     "ours": "ppo_lstm_puffer.py",
-    "ceiling": "benchmark/ceiling.py",
     "random": "benchmark/peers/random_policy.py",
     "pufferl": "benchmark/peers/pufferl.py",
     "sb3": "benchmark/peers/sb3.py",
 }
 PEERS = ("pufferl", "sb3")  # each has a virtual environment in .peers
-KINDS = ("speed", "learning", "ranks", "scaling", "startup", "ceiling", "warm_up")
+KINDS = ("speed", "learning", "ranks", "scaling", "startup", "warm_up")
 OPTIONAL = ("duration", "solved", "games")  # what a cell has of its group
 GROUP_KEYS = ("name", "kind", "programs", "envs", "seeds", "steps", "interleave", "cold", "timeout")
 GROUP_KEYS += OPTIONAL

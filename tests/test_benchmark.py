@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 sys.path.append(str(ROOT / "benchmark/peers"))
 
 import ablate
-import ceiling
 import peer
 import report
 import run
@@ -358,17 +357,6 @@ def test_stored_reports_are_those_of_their_cells(folder, tmp_path, monkeypatch):
     assert (copy / "report.md").read_text() == (folder / "report.md").read_text()
 
 
-def test_ceiling_measures_products(tmp_path, monkeypatch):
-    monkeypatch.setattr(ceiling, "SHAPES", [(64, 64, 64), (32, 64, 128)])
-    words = ["ceiling.py", "--seconds", "0.1", "--folder", str(tmp_path), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", words)
-    ceiling.main()
-    _, row = run.read_rows(tmp_path)
-    assert row["ceiling"]
-    for speeds in row["ceiling"].values():
-        assert min(speeds["bfloat16"], speeds["float32"]) > 0
-
-
 # Ablations: what is taken out is out, and nothing else. `carry` is in tests/test_learning.py.
 
 
@@ -479,7 +467,7 @@ def tiny(group: dict) -> dict:
 
 def test_the_benchmark_of_a_gpu_runs_through_on_a_cpu_at_tiny_sizes(tmp_path):
     groups = yaml.safe_load((ROOT / "benchmark/plans/gpu.yaml").read_text())
-    groups = [tiny(group) for group in groups if group["kind"] != "ceiling"]
+    groups = [tiny(group) for group in groups]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(groups))
     environment = os.environ | {"PLAN": str(tmp_path / "plan.yaml"), "OUT": str(tmp_path / "out")}
     environment["PY"] = f"{sys.executable} tests/forks.py"  # which imports torch once for all cells
