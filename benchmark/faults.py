@@ -100,13 +100,13 @@ class Script:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def steps(self) -> list[list[int]]:
-        """The steps logged since each `run: `; torchrun starts its ranks again by itself."""
+    def parts(self) -> list[str]:
+        """What it says after each `run: ` and has steps; torchrun starts its ranks again itself."""
         parts = re.split(r"^run: .*$", self.text(), flags=re.MULTILINE)[1:]
-        return [[int(step) for step in re.findall(r"^step=(\d+) ", part, re.M)] for part in parts]
+        return [part for part in parts if "\nstep=" in part]
 
     def trains(self) -> bool:
-        return any(self.steps())
+        return bool(self.parts())
 
     def over(self) -> bool:
         return self.process.poll() is not None
@@ -129,7 +129,7 @@ class Script:
                 time.sleep(self.trains_for * rng.random())
             wait_until(lambda: self.over() or bool(self.processes(target)))
             record["trains"] = self.trains()
-            self.runs = len(self.steps())
+            self.trained = len(self.parts())
             sent = time.monotonic()
             self.processes(target)[-1].send_signal(signum)
             losses = self.after(target, signum, early=not record["trains"])
@@ -169,7 +169,8 @@ class Script:
         """What does not hold of the folder. Reads the new checkpoint's step."""
         losses = []
         last = self.step
-        for steps in filter(None, self.steps()):
+        for part in self.parts():
+            steps = [int(step) for step in re.findall(r"^step=(\d+) ", part, re.MULTILINE)]
             # After a restart by torchrun the last line may come again: it was not yet saved.
             if steps[0] not in (last, last + ITERATION):
                 losses.append(f"went on at step {steps[0]}, the checkpoint was at {last}")
@@ -226,8 +227,8 @@ class Ranks(Script):
         if target == "torchrun":
             errors = set(range(-64, 256)) - {0}
             return self.settle({-SIGKILL} if signum == SIGKILL else errors, early)
-        wait_until(lambda: any(self.steps()[self.runs :]) or self.over())
-        if not any(self.steps()[self.runs :]):
+        wait_until(lambda: len(self.parts()) > self.trained or self.over())
+        if len(self.parts()) == self.trained:
             return [f"the job did not go on; torchrun's exit code: {self.process.poll()}"]
         self.process.kill()
         return self.settle({-SIGKILL})

@@ -26,8 +26,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import optuna
-import scipy.stats
 import yaml
+from report import interval, number, save, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from protein_sweep import SAMPLERS, Parameter, parse_space
@@ -311,16 +311,6 @@ def at_cost(study: dict, curve: np.ndarray, budget: float | np.ndarray) -> np.nd
     return curve[np.maximum(over - 1, 0)]
 
 
-def interval(values: list[float]) -> str:
-    """Mean and its 95 % bootstrap confidence interval."""
-    mean = f"{np.mean(values):.3g}"
-    if len(values) < 3 or np.ptp(values) == 0:
-        return mean
-    options = {"method": "percentile", "rng": np.random.default_rng(0)}
-    ci = scipy.stats.bootstrap((values,), np.mean, **options).confidence_interval
-    return f"{mean} ({ci.low:.3g} to {ci.high:.3g})"
-
-
 # The report ---------------------------------------------------------------------------------------
 
 HEAD = """# Samplers compared on synthetic problems
@@ -334,17 +324,21 @@ score against the logarithm of the cost, from a hundredth of the largest cost to
 share of what the best score at every cost would have; more is better. "At equal cost": when the
 trials have cost 12 times the largest cost of one; "60 trials": after 60, whatever they cost.
 """
-COLUMNS = (
-    "method | seeds | regret after 60 trials | regret at equal cost | hypervolume after 60 trials"
-    " | hypervolume at equal cost | cost of 60 trials | failures | seconds per suggestion"
-)
+COLUMNS = ["method", "seeds", "regret after 60 trials", "regret at equal cost"]
+COLUMNS += ["hypervolume after 60 trials", "hypervolume at equal cost", "cost of 60 trials"]
+COLUMNS += ["failures", "seconds per suggestion"]
+
+
+def mean_and_interval(values: list[float]) -> str:
+    """Mean and its 95 % bootstrap interval."""
+    return f"{number(np.mean(values))} ({interval(np.mean, values)})"
 
 
 def compare(name: str, groups: dict[str, list[dict]], optimum: float) -> str:
     """A table and a figure of the methods on a problem: of each method a study for each seed."""
     problem = PROBLEMS[name]
-    rows = [COLUMNS, " | ".join(["---"] * (COLUMNS.count("|") + 1))]
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    rows = []
+    figure, axes = plt.subplots(2, 2, figsize=(7.7, 6))
     for method, studies in groups.items():
         label, color = METHODS[method]
         costs = np.array([study["cost"].sum() for study in studies])
@@ -354,8 +348,9 @@ def compare(name: str, groups: dict[str, list[dict]], optimum: float) -> str:
         for measure, (by_trial, by_cost) in zip((regret, hypervolume), axes):
             curves = [measure(study, problem, optimum) for study in studies]
             pairs = list(zip(studies, curves))
-            row.append(interval([curve[-1] for curve in curves]))
-            row.append(interval([at_cost(*pair, BUDGET * problem.max_cost) for pair in pairs]))
+            row.append(mean_and_interval([curve[-1] for curve in curves]))
+            equal = [at_cost(*pair, BUDGET * problem.max_cost) for pair in pairs]
+            row.append(mean_and_interval(equal))
             mean = np.mean(curves, axis=0)
             by_trial.plot(np.arange(1, TRIALS + 1), mean, color=color, label=label)
             mean = np.mean([at_cost(*pair, spent) for pair in pairs], axis=0)
@@ -365,13 +360,11 @@ def compare(name: str, groups: dict[str, list[dict]], optimum: float) -> str:
         row.append(f"{costs.mean() / problem.max_cost:.1f}")
         row.append(f"{np.mean([np.isnan(study['score']).sum() for study in studies]):.1f}")
         row.append(f"{np.median([study['seconds'][20:] for study in studies]):.2g}")
-        rows.append(" | ".join(row))
-    axes[0, 0].legend(frameon=False, fontsize=8)
+        rows.append(row)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(f"{name}: mean over seeds")
-    figure.savefig(OUT / f"{name}.png", dpi=80)
-    plt.close(figure)
-    table = "\n".join(f"| {row} |" for row in rows)
-    return f"## {name}\n\n{table}\n\n![{name}]({name}.png)\n"
+    save(figure, OUT / f"{name}.png")
+    return f"## {name}\n\n{table(COLUMNS, rows)}\n![{name}]({name}.png)\n"
 
 
 def report(cells: list[dict]):
@@ -379,12 +372,12 @@ def report(cells: list[dict]):
     text = [HEAD]
     optima = json.loads((OUT / "facts.json").read_text())["optimum"]
     for name in PROBLEMS:
-        groups = {}
-        for method in METHODS:
-            for cell in cells:
-                if (cell["problem"], cell["method"]) == (name, method):
-                    study = {column: np.array(cell[column], float) for column in STORED}
-                    groups.setdefault(method, []).append(study)
+        groups = {method: [] for method in METHODS}
+        for cell in cells:
+            if cell["problem"] == name:
+                study = {column: np.array(cell[column], float) for column in STORED}
+                groups[cell["method"]].append(study)
+        groups = {method: studies for method, studies in groups.items() if studies}
         text.append(compare(name, groups, optima[name]))
     text.append((OUT / "notes.md").read_text())
     (OUT / "report.md").write_text("\n".join(text))
@@ -399,7 +392,6 @@ def main():
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--report-only", action="store_true", help="from what is stored")
     args = parser.parse_args()
-    plt.switch_backend("Agg")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
     store = OUT / "trials.jsonl"
