@@ -30,17 +30,12 @@ import yaml
 from run import read_cells, report_folder
 
 NAMES = {
-    "two_ranks": "ours, two ranks",
-    "large minibatches": "ours, large minibatches",
-    "two ranks, large minibatches": "ours, two ranks, large minibatches",
-    "PuffeRL's sizes": "ours, PuffeRL's sizes",
-    "PuffeRL's sizes, two ranks": "ours, two ranks, PuffeRL's sizes",
     "pufferl": "PuffeRL 3.0.0",
     "sb3": "RecurrentPPO (SB3-contrib)",
     "sample_factory": "Sample Factory",
 }
 # Okabe and Ito's
-COLORS = {"ours": "#0072B2", "two_ranks": "#56B4E9", "pufferl": "#D55E00", "sb3": "#009E73"}
+COLORS = {"ours": "#0072B2", "pufferl": "#D55E00", "sb3": "#009E73"}
 COLORS["sample_factory"] = "#CC79A7"
 MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850)}
@@ -186,7 +181,6 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def speed_section(cells: list[dict]) -> str:
-    """Where programs have an x, their number of ranks, their speed is also divided by it."""
     text = "From half of each run's seconds to its end, so compilation does not count. "
     text += "Pairs are runs of the same round.\n"
     for (group, env_id), runs in group_by(cells, "group", "env_id").items():
@@ -194,19 +188,11 @@ def speed_section(cells: list[dict]) -> str:
         reference = next((peer for peer in ("pufferl", "sb3") if peer in names), next(iter(names)))
         head = ["program", "steps/s", "peak memory of all its processes, MiB"]
         head += [f"times {label(reference)}, paired", "95 % interval"]
-        ranks = runs[0]["kind"] == "ranks"
-        if ranks:
-            head += ["of ideal scaling from it", "environments / minibatch"]
         rows = []
         for name, some in names.items():
             paired = ratios(runs, name, reference) if name != reference else []
             row = [label(name), spread_of(some, "sps_steady"), spread_of(some, "peak_rss_mib")]
             row += [spread(paired), interval(np.median, paired)]
-            if ranks:
-                x = some[0]["x"]
-                sizes = [some[0]["arguments"][key] for key in ("num_envs", "minibatch_size")]
-                row.append(spread([ratio / x for ratio in paired] if x else []))
-                row.append(" / ".join(f"{size:,}" for size in sizes))
             rows.append(row)
         text += f"\n**{group}**, {env_id}\n\n{table(head, rows)}"
     return text
@@ -402,8 +388,12 @@ def save(figure, path: pathlib.Path):
 
 def plot_speed(cells: list[dict], path: pathlib.Path):
     groups = group_by([cell for cell in cells if cell["sps_steady"]], "group")
-    figure, axes = plt.subplots(1, len(groups), figsize=(5.5 * len(groups), 2.6), squeeze=False)
-    for axis, (group, runs) in zip(axes[0], groups.items()):
+    columns = min(2, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 2.6 * rows), squeeze=False)
+    for axis in axes.flat[len(groups) :]:
+        axis.axis("off")
+    for axis, (group, runs) in zip(axes.flat, groups.items()):
         names = group_by(runs, "name")
         for row, (name, some) in enumerate(names.items()):
             speeds = np.array([cell["sps_steady"] / 1000 for cell in some])
@@ -492,11 +482,9 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
         parts.append(f"## {title}\n\n{text}")
 
     kinds = group_by(cells, "kind")
-    titles = {"speed": "Steps per second", "ranks": "Ranks", "scaling": "Speed against sizes"}
-    for kind, title in titles.items():
-        if kinds[kind]:
-            plot_speed(kinds[kind], folder / f"{kind}.png")
-            section(title, speed_section(kinds[kind]), kind)
+    if kinds["speed"]:
+        plot_speed(kinds["speed"], folder / "speed.png")
+        section("Steps per second", speed_section(kinds["speed"]), "speed")
     trained = kinds["learning"]
     learning = [cell for cell in trained if not np.isnan(last_score(cell))]
     if learning and (folder / "published.yaml").exists():

@@ -11,7 +11,7 @@ A plan is a YAML list of groups:
         ours: {program: ours}
         one thread: {program: ours, args: [--num-envs, 512], env: {OMP_NUM_THREADS: 1}, cores: [0]}
         preset: {program: ours, args: [--config, "configs/{env}.yaml"], seeds: [1]}
-        two ranks: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, ...], x: 2}
+        two ranks: {program: ours, script: ppo_lstm_puffer_ddp.py, launcher: [-m, ...]}
         a recipe: {program: ours, script: recipes/gru.patch}    # the reference with this recipe
       envs: [breakout]
       seeds: [1, 2, 3]
@@ -64,11 +64,11 @@ PROGRAMS = {
     "sb3": "benchmark/peers/sb3.py",
 }
 PEERS = ("pufferl", "sb3")  # each has a virtual environment in .peers
-KINDS = ("speed", "learning", "ranks", "scaling", "startup", "warm_up")
+KINDS = ("speed", "learning", "startup", "warm_up")
 OPTIONAL = ("duration", "solved", "games")  # what a cell has of its group
 GROUP_KEYS = ("name", "kind", "programs", "envs", "seeds", "steps", "interleave", "cold", "timeout")
 GROUP_KEYS += OPTIONAL
-PROGRAM_KEYS = ("program", "args", "env", "cores", "x", "script", "launcher", "seeds")  # x: ranks
+PROGRAM_KEYS = ("program", "args", "env", "cores", "script", "launcher", "seeds")
 CPUS = {  # flag in /proc/cpuinfo: instruction set, kind of CPU; the first that is there
     "amx_bf16": ("AMX-BF16", "cpu-amx"),
     "avx512_bf16": ("AVX512-BF16", "cpu-bf16"),
@@ -108,7 +108,6 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
         cell["timeout"] = group.get("timeout", (cell["duration"] or 3000) + 600)
         cell["cold"] = group.get("cold", False)
         cell["program"] = program["program"]
-        cell["x"] = program.get("x")
         cell["environment"] = {key: str(value) for key, value in program.get("env", {}).items()}
         cell["cores"] = program.get("cores", cores)
         if not set(cell["cores"]) <= set(range(os.cpu_count())):
@@ -291,7 +290,7 @@ def measure(cell: dict) -> dict:
             error = error or f"exit code {process.returncode}"
         elif not last:
             error = error or "its metrics.jsonl has no last row"
-        elif cell["kind"] in ("speed", "ranks", "scaling") and not result["sps_steady"]:
+        elif cell["kind"] == "speed" and not result["sps_steady"]:
             error = error or "it ended before there was a steady speed; was it still compiling?"
         for config in pathlib.Path(folder).glob("*/config.yaml"):  # ours
             result["arguments"] = yaml.safe_load(config.read_text())
