@@ -111,7 +111,7 @@ benchmark: setup $(if $(filter quick,$(PLAN)),,benchmark-peers)  ## measure a re
 benchmark-gpu: setup  # on a machine with a GPU: its tests, speed, Breakout, kernels (about nine minutes)
 	PY=$(PY) bash benchmark/gpu.sh $(ARGS)
 
-PEERS := pufferl sb3 protein
+PEERS := pufferl sb3
 
 benchmark-peers: $(PEERS:%=.peers/%/.installed)  # make a venv in .peers/ for each program that is compared (about five minutes)
 

@@ -7,15 +7,12 @@
 A problem has a space, a cost, and a learning curve whose end is a trial's score. A trial is stopped
 at the problem's largest cost, and counts with what it reached. Every method gets 60 trials, one
 after another, and begins with the middle of the space. A failure costs what it cost, and is told as
-one: to Optuna's samplers as protein_sweep.py does, as the worst score so far; to PufferLib's, which
-takes it for a success, with the score 0.
+one, as protein_sweep.py does: as the worst score so far.
 """
 
 import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
 import time
 import warnings
@@ -34,9 +31,7 @@ from protein_sweep import SAMPLERS, Parameter, parse_space
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmark/reports/sweep"
-PEER = ROOT / ".peers/protein/bin/python"
 TRIALS = 60
-POINTS = 5  # of a curve
 METHODS = {  # their name and color
     "gp": ("Optuna's GP (the default)", "#0072B2"),
     "tpe": ("Optuna's TPE", "#009E73"),
@@ -45,7 +40,7 @@ METHODS = {  # their name and color
     "protein": ("our own sampler of before", "#CC79A7"),
     "gp, failures dropped": ("Optuna's GP, not told of failures", "#56B4E9"),
 }
-STORED_ONLY = ("protein", "gp, failures dropped")
+STORED_ONLY = ("pufferlib", "protein", "gp, failures dropped")  # notes.md: how they were made
 
 
 # Problems -----------------------------------------------------------------------------------------
@@ -70,14 +65,14 @@ def middle(one: Parameter) -> float:
 @dataclass
 class Problem:
     """`quality(a, u, luck)` returns steps per second, the score after t steps without the noise of
-    a line, and whether the run fails.
+    a run's end, and whether the run fails.
 
     a: the arguments. u: the same as 0 to 1, each on its own scale. luck: the run's, 0 for the truth
     """
 
     quality: Callable
     max_cost: float
-    noise: float  # of a line
+    noise: float  # of a run's end
     content: str
 
     def __post_init__(self):
@@ -88,25 +83,23 @@ class Problem:
     def arguments(self, params: dict) -> dict:
         return {one.argument: one.to_argument(params[one.name]) for one in self.space}
 
-    def run(self, arguments: dict, rng: np.random.Generator | None) -> tuple[np.ndarray, bool]:
-        """Rows of share of the steps, cost, score, and whether it failed. None: the truth."""
+    def run(self, arguments: dict, rng: np.random.Generator | None) -> tuple[float, float, bool]:
+        """Cost, score, and whether it failed. Without rng the score has no noise: the truth."""
         u = {one.argument: unit(one, arguments[one.argument]) for one in self.space}
         luck = rng.standard_normal() if rng else 0.0
-        sps, score, fails = self.quality(arguments, u, luck)
-        steps = arguments["total_timesteps"]
-        cost = steps / sps
+        sps, score_after, fails = self.quality(arguments, u, luck)
+        cost = arguments["total_timesteps"] / sps
         end = min(cost, self.max_cost)
         if fails:
-            return np.array([[0.1 * end / cost, 0.1 * end, 0.0]]), True
-        shares = end / cost * np.arange(1, POINTS + 1) / POINTS
-        scores = score(shares * steps)
+            return 0.1 * end, 0.0, True
+        score = score_after(end * sps)
         if rng:
-            scores = scores + self.noise * rng.standard_normal(POINTS)
-        return np.column_stack((shares, shares * cost, scores)), False
+            score += self.noise * rng.standard_normal(5)[-1]  # five: so the stored studies drew
+        return end, score, False
 
     def truth(self, arguments: dict) -> float:
         """The score without any noise, 0 of a failure."""
-        return self.run(arguments, None)[0][-1, 2]
+        return self.run(arguments, None)[1]
 
 
 def bell(x: float, best: float, width: float) -> float:
@@ -188,75 +181,7 @@ PROBLEMS = {
 }
 
 
-# Methods ------------------------------------------------------------------------------------------
-
-
-class Optuna:
-    """A sampler as protein_sweep.py uses it."""
-
-    def __init__(self, problem: Problem, method: str, seed: int):
-        self.problem = problem
-        self.study = optuna.create_study(direction="maximize", sampler=SAMPLERS[method](seed=seed))
-        self.study.enqueue_trial(problem.middle)
-        self.distributions = {one.name: one.distribution for one in problem.space}
-        self.scores = []
-
-    def suggest(self) -> dict:
-        self.trial = self.study.ask(self.distributions)
-        return self.problem.arguments(self.trial.params)
-
-    def observe(self, arguments: dict, curve: np.ndarray, failed: bool):
-        if not failed:
-            self.scores.append(curve[-1, 2])
-            self.study.tell(self.trial, self.scores[-1])
-        elif self.scores:
-            self.study.tell(self.trial, min(self.scores))
-        else:
-            self.study.tell(self.trial, state=optuna.trial.TrialState.FAIL)
-
-    def close(self):
-        pass
-
-
-class PufferLib:
-    """PufferLib's Protein in its own virtual environment; see benchmark/peers/protein.py."""
-
-    def __init__(self, problem: Problem, method: str, seed: int):
-        self.problem = problem
-        middle = problem.arguments(problem.middle)
-        space = {}
-        for name, entry in problem.content.items():
-            scale = "time" if name == "total_timesteps" else "auto"
-            space[name] = entry | {"mean": middle[name], "scale": scale}
-        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        options |= {"stderr": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-        command = [PEER, ROOT / "benchmark/peers/protein.py"]
-        self.process = subprocess.Popen(command, cwd=ROOT / ".peers", **options)
-        self.send({"space": space, "max_cost": problem.max_cost, "seed": seed})
-
-    def send(self, message: dict) -> dict:
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def suggest(self) -> dict:
-        arguments = self.send({"suggest": True})
-        for name, entry in self.problem.content.items():
-            if isinstance(entry["min"], int):
-                arguments[name] = round(arguments[name])
-        return arguments
-
-    def observe(self, arguments: dict, curve: np.ndarray, failed: bool):
-        """Each point is told as a run with as many steps in all, as PufferLib's own sweep does."""
-        for share, cost, score in curve.tolist():
-            steps = {"total_timesteps": max(1, round(share * arguments["total_timesteps"]))}
-            run = {"score": score, "cost": cost, "failure": failed}
-            self.send({"observe": arguments | steps} | run)
-
-    def close(self):
-        self.process.stdin.close()  # at which it ends
-        self.process.wait()
-
+# Studies ------------------------------------------------------------------------------------------
 
 STORED = ("cost", "score", "truth", "seconds")
 
@@ -265,21 +190,29 @@ def run(name: str, method: str, seed: int) -> dict:
     """A study: of each trial its cost, its score, the true one, and the seconds to suggest it. The
     scores of a failure are null."""
     problem = PROBLEMS[name]
+    distributions = {one.name: one.distribution for one in problem.space}
     rng = np.random.default_rng([seed, 7])
-    study = (PufferLib if method == "pufferlib" else Optuna)(problem, method, seed)
+    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[method](seed=seed))
+    study.enqueue_trial(problem.middle)
     columns = {column: [] for column in STORED}
+    scores = []
     for _ in range(TRIALS):
         start = time.perf_counter()
-        arguments = study.suggest()
+        trial = study.ask(distributions)
         seconds = time.perf_counter() - start
-        curve, failed = problem.run(arguments, rng)
-        study.observe(arguments, curve, failed)
-        _, cost, score = curve[-1]
+        arguments = problem.arguments(trial.params)
+        cost, score, failed = problem.run(arguments, rng)
+        if not failed:
+            scores.append(score)
+            study.tell(trial, score)
+        elif scores:
+            study.tell(trial, min(scores))
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
         row = (cost, score, problem.truth(arguments), seconds)
         for column, value in zip(STORED, row):
             nothing = failed and column in ("score", "truth")
             columns[column].append(None if nothing else float(f"{value:.5g}"))
-    study.close()
     return {"method": method, "problem": name, "seed": seed, **columns}
 
 
@@ -399,9 +332,6 @@ def main():
     done = {(cell["problem"], cell["method"], cell["seed"]) for cell in cells}
     every = set(itertools.product(args.problems, args.methods, range(1, args.seeds + 1)))
     for name, method, seed in [] if args.report_only else sorted(every - done):
-        if method == "pufferlib" and not PEER.exists():
-            print("skipped: PufferLib's; `make benchmark-peers` installs it", file=sys.stderr)
-            continue
         print(f"{METHODS[method][0]}, {name}, seed {seed}", file=sys.stderr, flush=True)
         cells.append(run(name, method, seed))
         with store.open("a") as file:
