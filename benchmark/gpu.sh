@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything about a GPU, in nine minutes: its tests, benchmark/plans/gpu.yaml, and which kernels the time goes to.
+# Everything about a GPU, in nine minutes: its tests, benchmark/plans/gpu.yaml, and a trace of three iterations for Perfetto.
 #   bash benchmark/gpu.sh [GROUP ...]     # of the plan, only these groups
 # `make benchmark-gpu` runs it. On a machine without a network and without .venv: PY=python3, with what requirements.txt and
 # install_pufferlib.sh install on the PYTHONPATH. OUT is where the report goes, PLAN another plan, ARGS the profiled run's arguments.
@@ -17,7 +17,7 @@ $PY benchmark/run.py "$PLAN" --out "$OUT" --fresh ${1:+--only "$@"}
 code=$?
 runs=$(mktemp -d)
 $PY ppo_lstm_puffer.py $ARGS --profile --time-limit 10 --output-dir "$runs" >/dev/null &&
-    $PY benchmark/kernels.py "$runs"/* | tee "$OUT/kernels.md"
+    gzip -c "$runs"/*/*.pt.trace.json >"$OUT/trace.json.gz"
 rm -rf "$runs"
 if $PY -c "import matplotlib" 2>/dev/null; then $PY benchmark/report.py "$OUT" || code=1; fi
 exit "$code"

@@ -180,7 +180,7 @@ def is_finished(cell: dict, stored: dict[tuple, dict]) -> bool:
 # One cell: run it, watch it, read what it left ----------------------------------------------------
 
 
-def start(cell: dict, folder: str, log) -> subprocess.Popen:
+def start(cell: dict, folder: str, log) -> psutil.Popen:
     """Starts the cell's process in a group of its own, on its cores."""
     environment = os.environ | cell["environment"]
     if cell["cold"]:
@@ -196,7 +196,7 @@ def start(cell: dict, folder: str, log) -> subprocess.Popen:
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cell["cores"])  # a child has the affinity of who starts it
     try:
-        return subprocess.Popen(words, cwd=ROOT, env=environment, **options)
+        return psutil.Popen(words, cwd=ROOT, env=environment, **options)
     finally:
         os.sched_setaffinity(0, ours)
 
@@ -218,7 +218,7 @@ def read_rows(folder: str | pathlib.Path) -> tuple[list[dict], dict]:
     return rows, last
 
 
-def watch(process, folder: str, since: float, timeout: float, family: set) -> dict:
+def watch(process: psutil.Popen, folder: str, since: float, timeout: float, family: set) -> dict:
     """Until the process ends: the seconds to its first update, and the peak resident memory of it
     and its children, which `family` gets. So seldom that the watched does not notice."""
     first_update = None
@@ -233,34 +233,23 @@ def watch(process, folder: str, since: float, timeout: float, family: set) -> di
             first_update = now - since_then
         if now - sampled > 0.5:
             sampled = now
-            with contextlib.suppress(psutil.Error):
-                leader = psutil.Process(process.pid)
-                family.update((leader, *leader.children(recursive=True)))
-            peak = max(peak, sum(map(resident, family)))
+            with contextlib.suppress(psutil.Error):  # it, or one of them, has just ended
+                members = [process, *process.children(recursive=True)]
+                family.update(members)
+                peak = max(peak, sum(member.memory_info().rss for member in members))
         time.sleep(0.05)
     return {"seconds_to_first_update": first_update, "peak_rss_mib": peak / 2**20}
 
 
-def resident(member: psutil.Process) -> int:
-    """Bytes of memory; 0 if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        return member.memory_info().rss if member.is_running() else 0
-    return 0
-
-
-def stop(process: subprocess.Popen, family: set[psutil.Process]):
+def stop(process: psutil.Popen, family: set[psutil.Process]):
     """Ends the process, its group, and its children outside of it: nothing goes on using a core."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        for member in filter(resident, family):
+        for member in family:
             with contextlib.suppress(psutil.Error):
                 member.send_signal(number)
-        deadline = time.monotonic() + 5
-        while process.poll() is None or any(map(resident, family)):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+        psutil.wait_procs({process, *family}, timeout=5)
 
 
 def measure(cell: dict) -> dict:
@@ -332,7 +321,7 @@ def play(cell: dict, folder: str, what: pathlib.Path) -> dict | None:
             process.wait(600)
             output.seek(0)
             played = json.loads(output.read().splitlines()[-1])
-        except (subprocess.TimeoutExpired, ValueError, IndexError):
+        except (psutil.TimeoutExpired, ValueError, IndexError):
             return None
         finally:
             stop(process, set())

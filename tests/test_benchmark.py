@@ -139,7 +139,7 @@ def test_timeout_ends_the_whole_process_group(monkeypatch):
     assert "timeout of 1 seconds" in result["error"]
     for process in psutil.process_iter(["cmdline"]):
         if "time.sleep(77)" in " ".join(process.info["cmdline"] or []):
-            assert run.resident(process) == 0
+            assert process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_seconds_to_the_first_update_are_those_before_the_time_of_ours(tmp_path,
     """A peer's time counts from its start, and its first row is of its first update."""
     row = {"step": 10, "time": 1e6} | ({"iteration": 10} if ours else {})
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
-    process = subprocess.Popen(["sleep", "0.3"])
+    process = psutil.Popen(["sleep", "0.3"])
     seen = run.watch(process, str(tmp_path), run.time.perf_counter() - 100, 200, set())
     expected = 100 - 1e6 if ours else 100
     assert seen["seconds_to_first_update"] == pytest.approx(expected, abs=5)
@@ -257,13 +257,6 @@ def test_time_to_score_takes_the_mean_of_three_and_counts_from_the_start_of_the_
     assert report.time_to_score(cell, 301) == np.inf
     cell["seconds_to_first_update"] = 11.0
     assert report.time_to_score(cell, 200) == 14
-
-
-def test_flops_per_step_is_that_of_the_layers():
-    arguments = {"hidden_size": 128, "num_steps": 16, "update_epochs": 1.0}
-    weights = 118 * 128 + 4 * 128 * 256 + 128 * 3 + 128
-    expected = 2 * weights * (1 + 1 / 16 + 3) - 2 * 118 * 128
-    assert report.flops_per_step(arguments, "breakout") == expected
 
 
 def test_the_best_score_is_over_equal_steps_however_often_a_program_logs():
@@ -476,17 +469,5 @@ def test_the_benchmark_of_a_gpu_runs_through_on_a_cpu_at_tiny_sizes(tmp_path):
     cells = run.read_cells(tmp_path / "out").values()
     assert [cell["status"] for cell in cells] == ["ok"] * len(groups)
     assert "no GPU here" in (tmp_path / "out/tests.txt").read_text()
-    assert "| `nothing ran` |" in (tmp_path / "out/kernels.md").read_text()
+    assert (tmp_path / "out/trace.json.gz").stat().st_size > 5000
     assert "Steps per second" in (tmp_path / "out/report.md").read_text()
-
-
-def test_kernels_are_summed_by_name_and_idle_time_is_what_none_covers(tmp_path):
-    events = [{"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 100}]
-    for name, begin, microseconds in ("mm", 0, 10), ("mm", 5, 10), ("add", 30, 10):
-        events.append({"cat": "kernel", "name": name, "ts": begin, "dur": microseconds})
-    (tmp_path / "x.pt.trace.json").write_text(json.dumps({"traceEvents": events}))
-    words = [sys.executable, ROOT / "benchmark/kernels.py", tmp_path]
-    _, _, *rows = subprocess.check_output(words, text=True).splitlines()
-    assert rows[0] == "| `mm` | 2 | 0.02 | 50.0% | 10.0 |"
-    assert rows[1] == "| `add` | 1 | 0.01 | 25.0% | 10.0 |"
-    assert rows[2].startswith("| `nothing ran` | 1 | 0.01 | 37.5% |")
