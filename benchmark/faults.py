@@ -1,14 +1,14 @@
-"""Faults on purpose: training, and a sweep, are killed at random moments and must go on.
+"""Faults on purpose: training is killed at random moments and must go on.
 
     python benchmark/faults.py script --count 20
-    python benchmark/faults.py workers ddp sweep
+    python benchmark/faults.py workers ddp
 
 Kills are chained: each start goes on where the last one was killed. Afterwards
 
 - the exit code is the signal's, there is no traceback, and no process is left;
 - the checkpoint loads, and is at most an iteration older than the last line that was logged;
 - this start went on at the checkpoint of the last one, and metrics.jsonl has every step once;
-- a job of which a rank was killed goes on by itself; of a sweep no complete trial is lost.
+- a job of which a rank was killed goes on by itself.
 
 A line of JSON is printed for every kill. What did not hold is in its "losses", and the next kill
 has a new folder. Exit code 1: there were losses.
@@ -29,7 +29,6 @@ from collections.abc import Callable
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM, Signals
 
-import optuna
 import psutil
 import torch
 
@@ -71,7 +70,6 @@ class Script:
     script = "ppo_lstm_puffer.py"
     words = f"--env-id cartpole {SIZES}"
     victims = (("script", ANY),)  # and the signals that they get
-    trains_for = 2.0  # seconds at most
     traceback = r"Traceback \(most recent call last\)"  # one of ours
 
     def __init__(self, work: Path):
@@ -126,7 +124,7 @@ class Script:
             else:
                 wait_until(lambda: self.trains() or self.over())
                 self.startup = time.time() - self.began
-                time.sleep(self.trains_for * rng.random())
+                time.sleep(2.0 * rng.random())
             wait_until(lambda: self.over() or bool(self.processes(target)))
             record["trains"] = self.trains()
             self.trained = len(self.parts())
@@ -234,38 +232,7 @@ class Ranks(Script):
         return self.settle({-SIGKILL})
 
 
-class Sweep(Script):
-    """A sweep with two workers. `step` is the number of complete trials."""
-
-    victims = (("sweep", ANY),)
-    trains_for = 20.0
-    complete = frozenset()  # their numbers and values
-
-    def command(self) -> list[str]:
-        (self.work / "space.yaml").write_text("gamma: [0.9, 0.99]\nmomentum: [0.8, 0.9]\n")
-        words = f"--script {ROOT}/ppo_lstm_puffer.py --env-id cartpole --space space.yaml "
-        words += "--workers 2 --num-trials 100000 --max-cost-seconds 60 "
-        words += f"-- {SIZES} --total-timesteps 8192"
-        return [str(ROOT / "protein_sweep.py"), *words.split()]
-
-    def trains(self) -> bool:
-        """Whether a trial has logged since this start."""
-        paths = self.work.glob("sweeps/**/metrics.jsonl")
-        return any(path.stat().st_mtime > self.began for path in paths)
-
-    def check(self) -> list[str]:
-        trials = []
-        for path in self.work.glob("sweeps/*/study.db"):
-            study = optuna.load_study(study_name=None, storage=f"sqlite:///{path}")
-            trials = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
-        done = {(trial.number, trial.value) for trial in trials}
-        lost = self.complete - done
-        self.complete = done
-        self.step = len(done)
-        return [f"complete trials lost or changed: {lost}"] if lost else []
-
-
-KINDS = {"script": Script, "workers": Workers, "ddp": Ranks, "sweep": Sweep}
+KINDS = {"script": Script, "workers": Workers, "ddp": Ranks}
 
 
 def main() -> int:
@@ -275,7 +242,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, help="kills of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of victims, signals and moments")
     args = parser.parse_args()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as work:
         for kind in args.kinds:

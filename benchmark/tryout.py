@@ -20,7 +20,6 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import yaml
+from run import repository
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARK = ROOT / "benchmark"
@@ -37,7 +37,7 @@ VENVS = ROOT / ".tryout"
 SIZES = "--num-envs 8 --num-steps 16 --minibatch-size 128 --hidden-size 32 --total-timesteps 2048 "
 SIZES += "--no-compile --precision float32 --device cpu --num-workers 0"
 VARIABLES = {"OMP_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy"}
-LONGEST = 1200  # seconds for a command
+LONGEST = 1200  # seconds for a command; then it is killed
 MORE_STEPS = 1024  # of --resume
 STAGES = {
     "start": "2,000 steps",
@@ -69,16 +69,14 @@ def read_list() -> tuple[list[dict], dict, dict]:
 
 
 def execute(command: list, folder: Path) -> tuple[int, str]:
-    """Its exit code, and what it prints, errors last. After too long it is killed, with children."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    options = {"cwd": folder, "env": os.environ | VARIABLES, "start_new_session": True}
-    process = subprocess.Popen(map(str, command), **pipes, **options)
+    """Its exit code, and what it prints, errors last."""
+    options = {"cwd": folder, "env": os.environ | VARIABLES, "stdin": subprocess.DEVNULL}
+    options |= {"capture_output": True, "text": True, "errors": "replace", "timeout": LONGEST}
     try:
-        outputs = process.communicate(timeout=LONGEST)
+        done = subprocess.run([*map(str, command)], **options)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        outputs = (*process.communicate(), f"\nnot over after {LONGEST} s".encode())
-    return process.returncode, b"".join(outputs).decode(errors="replace")
+        return -1, f"not over after {LONGEST} s"
+    return done.returncode, done.stdout + done.stderr
 
 
 def last_line(text: str, folder: Path) -> str:
@@ -196,7 +194,9 @@ class Trial:
 def try_out(entry: dict, versions: dict | str) -> dict:
     """All stages. The first one decides whether there are others."""
     today = datetime.date.today().isoformat()
-    record = {"package": entry["package"], "env": entry["words"], "date": today, "commit": commit()}
+    state = repository()
+    commit = state["git_commit"][:7] + " with changes" * state["git_dirty"]
+    record = {"package": entry["package"], "env": entry["words"], "date": today, "commit": commit}
     if isinstance(versions, str):
         return record | {"start": f"not installed: {versions}", "well": False}
     record["versions"] = versions
@@ -209,15 +209,6 @@ def try_out(entry: dict, versions: dict | str) -> dict:
             if stage == "start" and (not fine or "refused" in entry):
                 break
     return record | {"remarks": trial.remarks, "well": well}
-
-
-def commit() -> str:
-    """Of what is tried out, and whether it has changes."""
-    git = ["git", "-C", str(ROOT)]
-    files = ["ppo_lstm_puffer.py", "adapters.py", "pufferlib.patch", "tools"]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *files]).returncode
-    return head.stdout.strip() + (" with changes" if changed else "")
 
 
 # The report ---------------------------------------------------------------------------------------

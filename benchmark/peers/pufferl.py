@@ -1,15 +1,17 @@
 """PuffeRL 3.0.0, PufferLib's own trainer, through its own API: the peer to beat.
 
-    .peers/pufferl/bin/python benchmark/peers/pufferl.py --seed 1 --steps 40_000_000 --folder DIR
-    .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id envs.memory:CountRecallEasy-v0 --folder DIR
+    .peers/pufferl/bin/python benchmark/peers/pufferl.py --steps 40_000_000 --folder DIR
+    .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id envs.memory:CountRecallEasy-v0 ...
 
-Every hyperparameter is left as the environment's .ini has it (Breakout: 2 x 1024 environments, segments of 64,
-minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization with torch.compile: 63-72 thousand steps
-a second, against 11-16 Serial and eager and 30 with Multiprocessing and eager. It needs heavyball 1.7.2, the release of
-its time; with 2.2.1 it hardly learns. Its seeding is commented out, so torch and numpy are seeded here.
+Every hyperparameter is left as the environment's .ini has it (Breakout: 2 x 1024 environments,
+segments of 64, minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization with
+torch.compile: 63-72 thousand steps a second, against 11-16 Serial and eager and 30 with
+Multiprocessing and eager. It needs heavyball 1.7.2, the release of its time; with 2.2.1 it hardly
+learns. Its seeding is commented out, so torch and numpy are seeded here.
 
-A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network with an LSTM, and
-SIZES below instead of minibatches of 8192, of which a Python environment would give it few.
+A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network
+with an LSTM, and the sizes of configs/popgym.yaml instead of minibatches of 8192, of which a Python
+environment would give it few.
 """
 
 import functools
@@ -23,11 +25,13 @@ import pufferlib.models
 import torch
 from peer import Metrics, arguments
 
-NOTE = "Serial with torch.compile, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
-# For a Gymnasium id the sizes of configs/popgym.yaml.
 NUM_ENVS = 64
 SIZES = {"minibatch_size": 1024, "update_epochs": 2}
-EMULATED = f"Serial with torch.compile; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
+FASTEST = "Serial with torch.compile"
+NOTE = (
+    f"{FASTEST}, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
+)
+EMULATED = f"{FASTEST}; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 
 
 def make_gymnasium(env_id: str, kwargs: dict, buf=None, seed=0):
@@ -38,7 +42,6 @@ def make_gymnasium(env_id: str, kwargs: dict, buf=None, seed=0):
 def main():
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--backend", choices=("Serial", "Multiprocessing"), default="Serial")
-    parser.add_argument("--compile", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--hidden-size", type=int, default=128, help="of a Gymnasium id's network")
     parser.add_argument("--env", type=json.loads, default={}, help="a Gymnasium id's, as JSON")
@@ -52,51 +55,39 @@ def main():
     emulated = ":" in args.env_id
     name = "default" if emulated else f"puffer_{args.env_id}"
     config = pufferl.load_config(name)
-    config["vec"] = {
-        "backend": args.backend,
-        "num_envs": NUM_ENVS if emulated else 2,
-        "seed": args.seed,
-    }
-    config["train"].update(
-        device=args.device,
-        compile=bool(args.compile),
-        compile_fullgraph=False,
-        total_timesteps=args.total_timesteps,
-        seed=args.seed,
-        data_dir=str(args.folder / "scratch"),
-        env=name,
-    )
+    num_envs = NUM_ENVS if emulated else 2
+    config["vec"] = {"backend": args.backend, "num_envs": num_envs, "seed": args.seed}
+    train = config["train"]
+    train |= {"device": args.device, "compile": True, "compile_fullgraph": False, "env": name}
+    train |= {"total_timesteps": args.total_timesteps, "seed": args.seed}
+    train["data_dir"] = str(args.folder / "scratch")
     if emulated:
-        config["train"] |= SIZES | {"use_rnn": True}
-        vecenv = pufferlib.vector.make(
-            functools.partial(make_gymnasium, args.env_id, args.env), **config["vec"]
-        )
+        train |= SIZES | {"use_rnn": True}
+        make = functools.partial(make_gymnasium, args.env_id, args.env)
+        vecenv = pufferlib.vector.make(make, **config["vec"])
         width = args.hidden_size
         policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=width)
         policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, width, width)
     else:
         vecenv = pufferl.load_env(name, config)
         policy = pufferl.load_policy(config, vecenv)
-    config["train"] |= args.train
+    train |= args.train
     note = EMULATED if emulated else NOTE
     if args.train:
         note += f"; --train {args.train}, hidden size {args.hidden_size}"
-    trainer = pufferl.PuffeRL(config["train"], vecenv, policy)
+    trainer = pufferl.PuffeRL(train, vecenv, policy)
     trainer.print_dashboard = lambda *args, **kwargs: None
-    parts = {
-        f"{part}.{key}": value
-        for part in ("vec", "env", "policy", "rnn")
-        for key, value in config[part].items()
-    }
-    metrics = Metrics(args, "heavyball", parts | config["train"], note)
+    said = dict(train)
+    for part in ("vec", "env", "policy", "rnn"):
+        said |= {f"{part}.{key}": value for key, value in config[part].items()}
+    metrics = Metrics(args, "heavyball", said, note)
     stop = False
     while not stop:
         stats = trainer.evaluate()
-        values = {
-            ours: np.mean(stats[theirs])
-            for theirs, ours in (("score", "env__score"), ("episode_return", "episodic_return"))
-            if stats.get(theirs)
-        }
+        values = {}
+        for theirs, ours in (("score", "env__score"), ("episode_return", "episodic_return")):
+            if stats.get(theirs):
+                values[ours] = np.mean(stats[theirs])
         trainer.train()
         stop = metrics.line(trainer.global_step, **values)
     metrics.finish()
