@@ -56,29 +56,6 @@ def without_vtrace():
     ppo.compute_advantages = compute_advantages
 
 
-def normalized(advantages, counted):
-    """To mean 0 and deviation 1 over those that count."""
-    count = counted.sum().clamp_min(1)
-    centered = (advantages - (advantages * counted).sum() / count) * counted
-    return centered / ((centered**2).sum() / count + 1e-16).sqrt()
-
-
-def without_rho():
-    """Advantages have no rho of their own step, whose ratio the loss multiplies them by too; the
-    values' targets keep it."""
-    draw = ppo.draw_minibatch
-
-    def draw_minibatch(values, rewards, dones, valid, *rest):
-        minibatch, advantages = draw(values, rewards, dones, valid, *rest)
-        args = rest[-1]
-        after = torch.cat((advantages[1:], torch.zeros_like(advantages[:1])))
-        after = args.gamma * (1 - dones[1:]) * (values[1:] + args.gae_lambda * after)
-        own = normalized(rewards + after - values[:-1], valid[:-1])
-        return minibatch._replace(advantages=own[:, minibatch.segments]), advantages
-
-    ppo.draw_minibatch = draw_minibatch
-
-
 def without_weights():
     """The importance weights of the draw are in the policy's loss alone."""
     draw = ppo.draw_minibatch
@@ -99,7 +76,11 @@ def without_batch_statistics():
 
     def draw_minibatch(*inputs):
         minibatch, advantages = draw(*inputs)
-        drawn = normalized(advantages[:, minibatch.segments], minibatch.weight > 0)
+        counted = minibatch.weight > 0
+        drawn = advantages[:, minibatch.segments]
+        mean = drawn[counted].mean()
+        deviation = drawn[counted].std(correction=0) + 1e-8
+        drawn = (drawn - mean) / deviation * counted
         return minibatch._replace(advantages=drawn), advantages
 
     ppo.draw_minibatch = draw_minibatch
@@ -111,7 +92,6 @@ PARTS = {
     "carry": without_carry,
     "bootstrap": without_bootstrap,
     "vtrace": without_vtrace,
-    "rho": without_rho,
     "weights": without_weights,
     "batch_statistics": without_batch_statistics,
 }

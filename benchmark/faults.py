@@ -166,16 +166,13 @@ class Script:
     def check(self) -> list[str]:
         """What does not hold of the folder. Reads the new checkpoint's step."""
         losses = []
-        last = self.step
-        for part in self.parts():
-            steps = [int(step) for step in re.findall(r"^step=(\d+) ", part, re.MULTILINE)]
-            # After a restart by torchrun the last line may come again: it was not yet saved.
-            if steps[0] not in (last, last + ITERATION):
-                losses.append(f"went on at step {steps[0]}, the checkpoint was at {last}")
-            last = steps[-1]
+        steps = [int(step) for step in re.findall(r"^step=(\d+) ", self.text(), re.MULTILINE)]
+        last = steps[-1] if steps else self.step
+        if steps and steps[0] != self.step + ITERATION:
+            losses.append(f"went on at step {steps[0]}, the checkpoint was at {self.step}")
         files = list(self.work.glob("out/*/trainer_state.pt"))
         if not files:  # killed before the first: the next start is a new one
-            return [*losses, "no checkpoint"] if last > ITERATION else losses
+            return ["no checkpoint"] if last > ITERATION else []
         newest = max(files, key=os.path.getmtime)
         step = torch.load(newest)["step"]
         if step < max(self.step, last - ITERATION):

@@ -221,7 +221,8 @@ refused with a line. Of {counted} the return was counted by hand.
 
 {dates}, commit {commits}, Python {python}, {shared}, unless a package brings another.
 
-Made by `python benchmark/tryout.py`, which says more. Each environment is trained by
+Made by `python benchmark/tryout.py`, which says more; benchmark/tryout.yaml has what pip is asked \
+for. Each environment is trained by
 
     python ppo_lstm_puffer.py --env-id ENVIRONMENT {sizes}
 
@@ -237,7 +238,7 @@ episodes.
 """
 
 
-def report(records: list[dict], installs: dict, left_out: dict) -> str:
+def report(records: list[dict], left_out: dict) -> str:
     versions = {record["package"]: record.get("versions", {}) for record in records}
     text = HEAD.format(
         count=len(records),
@@ -258,15 +259,11 @@ def report(records: list[dict], installs: dict, left_out: dict) -> str:
         package = record["package"]
         cells = [f"{package} {versions[package].get(package, '')}", f"`{record['env']}`"]
         cells += [record.get(stage, "") for stage in STAGES]
-        cells.append("; ".join(record.get("remarks", [])))
+        others = [f"{name} {number}" for name, number in versions[package].items()][1:]
+        brings = [f"brings {', '.join(others)}"] if others else []
+        cells.append("; ".join([*brings, *record.get("remarks", [])]))
         cells = [text.replace("|", "\\|").replace("<", "&lt;") for text in cells]
         text += f"| {' | '.join(cells)} |\n"
-    text += "\nWhat pip was asked for, where it is not the package's name:\n\n"
-    for package, words in installs.items():
-        others = [f"{name} {number}" for name, number in versions.get(package, {}).items()][1:]
-        brings = f"; brings {', '.join(others)}" if others else ""
-        if words != package or brings:
-            text += f"- {package}: `pip install {words}`{brings}\n"
     text += "\nLeft out:\n\n"
     return text + "".join(f"- {package}: {why}\n" for package, why in left_out.items())
 
@@ -292,7 +289,7 @@ def main() -> int:
         print(json.dumps(done[words]), flush=True)
         stored.write_text("".join(json.dumps(one) + "\n" for one in done.values() if one))
     records = [record for record in done.values() if record]
-    (REPORT / "report.md").write_text(report(records, installs, left_out))
+    (REPORT / "report.md").write_text(report(records, left_out))
     bad = [words for words, record in done.items() if not (record and record["well"])]
     print(f"{len(entries)} environments, not as they should be: {bad or 'none'}", file=sys.stderr)
     return 1 if bad else 0

@@ -397,27 +397,17 @@ def test_without_reset_the_lstm_runs_on_across_the_ends_of_episodes_in_both_dire
     assert all(map(torch.equal, gradients(ends), uninterrupted))
 
 
-def drawn(alpha: float, beta: float, first_ratio=1.0, valid_share=0.8) -> ppo.Minibatch:
+def drawn(alpha: float, beta: float, valid_share=0.8) -> ppo.Minibatch:
     """4 of 16 segments of 8 steps, of which some do not count."""
     generator = torch.Generator().manual_seed(3)
     values, rewards = (torch.randn(T, 16, generator=generator) for T in (9, 8))
     valid = (torch.rand(9, 16, generator=generator) < valid_share).float()
     ratio = torch.ones(8, 16)
-    ratio[0] = first_ratio
     uniform = torch.rand(17, generator=generator)
     args = ppo.Args(prio_alpha=alpha, minibatch_size=32, num_steps=8)
     dones = torch.zeros(9, 16)
     inputs = values, rewards, dones, valid, ratio, uniform, torch.tensor(beta), args
     return ppo.draw_minibatch(*inputs)[0]
-
-
-def test_without_rho_a_steps_own_ratio_is_not_in_its_advantage(without):
-    expected = drawn(alpha=0, beta=0).advantages
-    assert not torch.allclose(drawn(alpha=0, beta=0, first_ratio=0.5).advantages, expected)
-    without("rho")
-    changed = drawn(alpha=0, beta=0, first_ratio=0.5)
-    torch.testing.assert_close(changed.advantages, expected)
-    torch.testing.assert_close(drawn(alpha=0, beta=0).advantages, expected)
 
 
 def test_without_weights_those_of_the_draw_are_with_the_advantages_alone(without):
