@@ -120,7 +120,7 @@ benchmark-peers: $(PEERS:%=.peers/%/.installed)  # make a venv in .peers/ for ea
 
 report: setup  ## redraw benchmark/reports from their stored cells
 	$(PY) benchmark/report.py $(patsubst %/cells.jsonl,%,$(wildcard benchmark/reports/*/cells.jsonl))
-	$(PY) benchmark/sweep.py --report-only
+	$(PY) benchmark/sweep.py
 
 lint: setup  # ruff: format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .

@@ -161,10 +161,6 @@ def spread(values: list[float | None], unit: str = "") -> str:
     return f"{middle} ({number(min(values))} to {number(max(values))}, n = {len(values)})"
 
 
-def spread_of(cells: list[dict], key: str, unit: str = "") -> str:
-    return spread([cell[key] for cell in cells], unit)
-
-
 def label(name: str) -> str:
     return NAMES.get(name, name)
 
@@ -191,7 +187,8 @@ def speed_section(cells: list[dict]) -> str:
         rows = []
         for name, some in names.items():
             paired = ratios(runs, name, reference) if name != reference else []
-            row = [label(name), spread_of(some, "sps_steady"), spread_of(some, "peak_rss_mib")]
+            row = [label(name)]
+            row += [spread([cell[key] for cell in some]) for key in ("sps_steady", "peak_rss_mib")]
             row += [spread(paired), interval(np.median, paired)]
             rows.append(row)
         text += f"\n**{group}**, {env_id}\n\n{table(head, rows)}"
@@ -328,9 +325,11 @@ def tasks_section(cells: list[dict], published: dict) -> str:
 def startup_section(cells: list[dict]) -> str:
     rows = []
     for name, some in group_by(cells, "name").items():
-        both = group_by(some, "cold")
-        seconds = [spread_of(both[cold], "seconds_to_first_update", " s") for cold in (True, False)]
-        rows.append([label(name), *seconds])
+        row = [label(name)]
+        for cold in (True, False):
+            these = [cell for cell in some if cell["cold"] == cold]
+            row.append(spread([cell["seconds_to_first_update"] for cell in these], " s"))
+        rows.append(row)
     text = "From the start of the process to the first line of metrics after an update.\n\n"
     return text + table(["program", "cold: an empty compile cache", "warm"], rows)
 
@@ -360,7 +359,7 @@ def provenance(cells: list[dict]) -> str:
         ["versions", distinct(of(cell, listed(cell["versions"])) for cell in cells)],
         ["peers' settings", distinct(of(cell, cell["note"]) for cell in cells if "note" in cell)],
         ["first and last start", f"{cells[0]['started']}, {cells[-1]['started']}"],
-        ["load average before a cell", spread_of(cells, "load_before")],
+        ["load average before a cell", spread([cell["load_before"] for cell in cells])],
     ]
     text = f"{table(['', ''], rows)}\nThe commands, in the repository's folder; "
     text += "DIR is where the metrics go.\n\n```\n"

@@ -1,8 +1,7 @@
 """Compares hyperparameter samplers on three synthetic problems; makes benchmark/reports/sweep/.
 
-    python benchmark/sweep.py                                # what is missing, then the report
-    python benchmark/sweep.py --methods gp tpe --problems wide --seeds 20
-    python benchmark/sweep.py --report-only
+    python benchmark/sweep.py                # what is missing, then the report
+    python benchmark/sweep.py --seeds 20
 
 A problem has a space, a cost, and a learning curve whose end is a trial's score. A trial is stopped
 at the problem's largest cost, and counts with what it reached. Every method gets 60 trials, one
@@ -32,7 +31,7 @@ from protein_sweep import SAMPLERS, Parameter, parse_space
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmark/reports/sweep"
 TRIALS = 60
-METHODS = {  # their name and color
+METHODS = {  # their name and color; of the last three notes.md says how they were made
     "gp": ("Optuna's GP (the default)", "#0072B2"),
     "tpe": ("Optuna's TPE", "#009E73"),
     "random": ("random", "#999999"),
@@ -40,7 +39,6 @@ METHODS = {  # their name and color
     "protein": ("our own sampler of before", "#CC79A7"),
     "gp, failures dropped": ("Optuna's GP, not told of failures", "#56B4E9"),
 }
-STORED_ONLY = ("pufferlib", "protein", "gp, failures dropped")  # notes.md: how they were made
 
 
 # Problems -----------------------------------------------------------------------------------------
@@ -319,19 +317,15 @@ def report(cells: list[dict]):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    runnable = [method for method in METHODS if method not in STORED_ONLY]
-    parser.add_argument("--methods", nargs="+", choices=runnable, default=runnable)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--report-only", action="store_true", help="from what is stored")
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
     store = OUT / "trials.jsonl"
     cells = [json.loads(line) for line in store.read_text().splitlines()]
     done = {(cell["problem"], cell["method"], cell["seed"]) for cell in cells}
-    every = set(itertools.product(args.problems, args.methods, range(1, args.seeds + 1)))
-    for name, method, seed in [] if args.report_only else sorted(every - done):
+    every = set(itertools.product(PROBLEMS, SAMPLERS, range(1, args.seeds + 1)))
+    for name, method, seed in sorted(every - done):
         print(f"{METHODS[method][0]}, {name}, seed {seed}", file=sys.stderr, flush=True)
         cells.append(run(name, method, seed))
         with store.open("a") as file:

@@ -162,7 +162,7 @@ class Trial:
         code, text = self.python("ppo_lstm_puffer.py", "--env-id", *words)
         remarks = re.findall(r"^(?:observation|warning): .*", text, re.MULTILINE)
         remarks = [last_line(line, self.folder) for line in dict.fromkeys(remarks)]
-        self.remarks += remarks if len(remarks) < 3 else [remarks[0], "and more like that"]
+        self.remarks += remarks[:2]
         if "refused" not in self.entry:
             return self.trained(code, text, 2048)
         line = last_line(text, self.folder)
