@@ -9,7 +9,6 @@
 Optuna keeps the study: trials, database, sampling, pruning. This file makes a trial of a run: on
 cores and a GPU of its own, its score and cost read while it goes on, stopped when it looks
 hopeless, told to the sampler when it fails. At the end the three best run again on fresh seeds.
-Read it from the top: arguments, search space, a trial, the study, the sweep, the command line.
 """
 
 import ast
@@ -18,7 +17,6 @@ import fcntl
 import json
 import math
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -76,6 +74,15 @@ class UsageError(Exception):
     """Bad input: its text is printed, exit code 2."""
 
 
+@contextlib.contextmanager
+def from_user(what: str):
+    """What fails in here is bad input."""
+    try:
+        yield
+    except Exception as error:  # of the file system, YAML, SQLAlchemy, a database's driver
+        raise UsageError(f"{what}: {' '.join(str(error).split())[:200]}") from error
+
+
 # THE SEARCH SPACE ---------------------------------------------------------------------------------
 
 SPACE = """
@@ -86,7 +93,6 @@ SPACE = """
 #   uniform_pow2   powers of two between min and max, evenly in their exponent
 #   log_normal     evenly in the logarithm (whole numbers if min and max are)
 #   logit_normal   evenly in the logarithm of 1 - x: 0.9 to 0.99 is as far as 0.99 to 0.999
-# The last two are PufferLib's names for what, there and here, is bounded and not normal.
 total_timesteps: {distribution: log_normal, min: 1_000_000, max: 60_000_000}
 # Each new combination of these sizes compiles, for half a minute that is no cost.
 # A minibatch is never larger than num_envs * num_steps.
@@ -111,8 +117,7 @@ ent_coef: {distribution: log_normal, min: 0.00001, max: 0.03}
 class Parameter(NamedTuple):
     """An argument of the script, on the scale on which a step is as large everywhere.
 
-    gamma from 0.9 to 0.999 becomes "1 - gamma", logarithmic; num_envs in powers of two becomes
-    "log2(num_envs)", an integer. So every sampler, and every plot of Optuna's, sees that scale.
+    Samplers and plots see "1 - gamma", logarithmic, or the whole number "log2(num_envs)".
     """
 
     argument: str
@@ -150,9 +155,7 @@ def parse_parameter(argument: str, entry: Any) -> Parameter:
     match entry["distribution"]:
         case "uniform_pow2":
             scale = IntDistribution(math.ceil(math.log2(low)), math.floor(math.log2(high)))
-            return Parameter(
-                argument, f"log2({argument})", scale, lambda n: 2**n, lambda x: math.log2(max(x, 1))
-            )
+            return Parameter(argument, f"log2({argument})", scale, lambda n: 2**n, np.log2)
         case "logit_normal":
             scale = FloatDistribution(round(1 - high, 9), round(1 - low, 9), log=True)
             return Parameter(
@@ -167,51 +170,50 @@ def parse_parameter(argument: str, entry: Any) -> Parameter:
             raise ValueError(f"distribution {kind}, min {low}, max {high}")
 
 
-def parse_space(content: dict[str, Any]) -> list[Parameter]:
-    """Raises UsageError."""
-    space = []
-    for argument, entry in content.items():
-        try:
-            space.append(parse_parameter(argument, entry))
-        except (ValueError, TypeError, KeyError) as error:
-            form = "a list of choices, or {distribution, min, max} as in this file's SPACE"
-            raise UsageError(f"--space, {argument}: {entry}: must be {form} ({error})") from error
-    return space
-
-
 # A TRIAL: a run of the script, watched through its metrics.jsonl ----------------------------------
 
 MILESTONES = 20  # costs, evenly spaced up to the largest, at which trials are compared for pruning
-GRACE = 20.0  # seconds between SIGTERM, at which the script writes a checkpoint, and SIGKILL
+GRACE = 20.0  # seconds between SIGTERM, which torchrun passes on to its ranks, and SIGKILL
 
 
 class RunFailed(Exception):
     """A run crashed, diverged, hung or left no score. Its text says how."""
 
 
-class Interrupted(Exception):
-    """The sweep was stopped, and the run with it: it goes back into the queue."""
+class Run:
+    """The script in a session of its own, and its metrics.jsonl, read as it grows."""
 
-
-class Metrics:
-    """A run's metrics.jsonl, read as it grows. Cost is its "time": seconds of training."""
-
-    def __init__(self, runs: Path, metric: str):
-        self.runs = runs
+    def __init__(self, command: list[str], folder: Path, metric: str):
+        self.folder = folder
         self.metric = metric
-        self.file = None
-        self.rest = ""  # the beginning of a line that is being written
-        self.points = []  # (cost, score) of each line that has the metric
+        self.position = 0  # what is before it in metrics.jsonl has been read
+        self.points = []  # (cost, score) of each line that has the metric; cost is its "time"
         self.latest = {}  # the newest value of each key
+        shutil.rmtree(folder, ignore_errors=True)  # of a study that was deleted
+        folder.mkdir(parents=True)
+        self.log = folder / "log.txt"
+        with self.log.open("wb") as log:
+            options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, start_new_session=True, **options)
+
+    def end(self):
+        """Leaves nothing of what it started."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def read(self) -> bool:
-        """Whether there was anything new."""
-        for path in self.runs.glob("*/metrics.jsonl"):
-            self.file = self.file or path.open()
-        if self.file is None:
-            return False
-        *lines, self.rest = (self.rest + self.file.read()).split("\n")
+        """Whether there were new lines."""
+        lines = []
+        for path in self.folder.glob("*/metrics.jsonl"):  # one, once the run has begun
+            with path.open("rb") as file:
+                file.seek(self.position)
+                lines = [line for line in file if line.endswith(b"\n")]
         for line in lines:
+            self.position += len(line)
             try:
                 self.latest |= (row := json.loads(line))
                 if self.metric in row:
@@ -220,13 +222,46 @@ class Metrics:
                 raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
         return bool(lines)
 
-    def score_at(self, cost: float) -> float:
-        """The mean of the lines of the last tenth before a cost; NaN if there are none yet."""
-        before = [point for point in self.points if point[0] <= cost]
-        if not before:
-            return math.nan
-        since = min(0.9 * cost, before[-1][0])
-        return float(np.mean([score for time, score in before if time >= since]))
+    def score(self) -> float:
+        """The mean of the last tenth."""
+        since = 0.9 * self.points[-1][0]
+        return float(np.mean([score for cost, score in self.points if cost >= since]))
+
+    def watch(self, trial: optuna.Trial, sweep: "Sweep") -> bool:
+        """Until it is over, or is to be pruned: whether it is. Raises RunFailed."""
+        args = sweep.args
+        seen = time.monotonic()
+        reported = 0
+        while self.process.poll() is None:
+            time.sleep(0.1)
+            if sweep.stopping:
+                raise InterruptedError  # the trial goes back into the queue
+            if self.read():
+                seen = time.monotonic()
+            if time.monotonic() - seen > args.hang_seconds:
+                raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
+            cost = self.points[-1][0] if self.points else 0.0
+            milestone = int(MILESTONES * cost / args.max_cost_seconds)
+            if milestone > reported:
+                reported = milestone
+                trial.report(self.score(), milestone)
+                if args.pruning and trial.should_prune():
+                    return True
+        return False
+
+    def check(self):
+        """Once it is over. Raises RunFailed, or UsageError where the command is wrong."""
+        self.read()
+        code = self.process.returncode
+        tail = self.log.read_text(errors="replace").strip()[-2000:]
+        if code == 2 and not self.latest:
+            raise UsageError(f"the script refused its arguments:\n{tail}")
+        if code:
+            crash = f"exit code {code}: " + tail.rpartition("\n")[2]
+            raise RunFailed(self.latest.get("exit_reason") or crash)
+        if not self.points:
+            have = ", ".join(sorted(self.latest)) or "nothing"
+            raise UsageError(f"--metric: no {self.metric} in metrics.jsonl, which has {have}")
 
 
 def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
@@ -237,95 +272,29 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
     """
     arguments = {one.argument: one.suggest(trial) for one in sweep.space}
     folder = sweep.folder / "trials" / f"{trial.number:04d}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a study that was deleted
-    folder.mkdir(parents=True)
-    metrics = Metrics(folder / "runs", sweep.args.metric)
-    slot = sweep.slots.get()
+    slot = sweep.slots.pop()
+    run = Run(slot + sweep.command(trial, arguments, folder), folder, sweep.args.metric)
     try:
-        process = start(sweep.command(trial, arguments, metrics.runs), folder / "log.txt", *slot)
-        try:
-            ending = watch(process, metrics, trial, sweep)
-        finally:
-            end(process)
-        metrics.read()
-        score = score_of(process, metrics, ending, folder / "log.txt")
-    except RunFailed as error:
+        pruned = run.watch(trial, sweep)
+        if not pruned:
+            run.check()
+        if not math.isfinite(run.score()):
+            raise RunFailed(f"{run.metric} is not finite")
+    except (RunFailed, UsageError) as error:
         trial.set_user_attr("failure", str(error))
-        scores = [one.value for one in worked(sweep.study)]
+        scores = [one.value for one in sweep.worked()]
         if scores:
             return min(scores) if sweep.args.direction == "maximize" else max(scores)
-        if isinstance(error.__cause__, UsageError):
-            sweep.stopping = True  # what the script was given is wrong in all other trials too
-            raise error.__cause__ from error
+        sweep.stopping |= isinstance(error, UsageError)  # all other trials would be refused too
         raise
     finally:
-        sweep.slots.put(slot)
-    config = next(metrics.runs.glob("*/config.yaml"))
+        run.end()
+        sweep.slots.append(slot)
+    config = next(folder.glob("*/config.yaml"))
     trial.set_user_attr("config", yaml.safe_load(config.read_text()))
-    trial.set_user_attr("cost", max(metrics.latest["time"], 1e-3))
-    trial.set_user_attr("step", metrics.latest.get("step"))
-    trial.set_user_attr("end", ending or metrics.latest.get("exit_reason"))
-    return score
-
-
-def start(command: list[str], log: Path, cores: list[int], gpu: dict) -> subprocess.Popen:
-    """In a session of its own, which `end` ends; if the sweep is killed, the script is told so."""
-    prefix = ["setpriv", "--pdeathsig", "TERM", "taskset", "-c", ",".join(map(str, cores))]
-    options = {"env": os.environ | gpu, "start_new_session": True, "stdin": subprocess.DEVNULL}
-    with log.open("wb") as file:
-        return subprocess.Popen(prefix + command, stdout=file, stderr=file, **options)
-
-
-def end(process: subprocess.Popen):
-    """The script with SIGTERM, then all that it started with SIGKILL."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def score_of(process: subprocess.Popen, metrics: Metrics, ending: str, log: Path) -> float:
-    """Of a run that is over. Raises RunFailed, from a UsageError where the command is wrong."""
-    tail = log.read_bytes()[-2000:].decode(errors="replace").strip()
-    if process.returncode == 2 and not metrics.latest:
-        raise RunFailed(tail[-200:]) from UsageError(f"the script refused its arguments:\n{tail}")
-    if process.returncode and not ending:
-        reason = f"exit code {process.returncode}: " + tail.rpartition("\n")[2]
-        raise RunFailed(metrics.latest.get("exit_reason") or reason)
-    if not metrics.points:
-        have = ", ".join(sorted(metrics.latest)) or "nothing"
-        reason = f"no {metrics.metric} in metrics.jsonl, which has {have}"
-        raise RunFailed(reason) from UsageError(f"--metric: {reason}")
-    if not all(math.isfinite(score) for _, score in metrics.points):
-        raise RunFailed(f"{metrics.metric} is not finite")
-    return metrics.score_at(metrics.points[-1][0])
-
-
-def watch(process: subprocess.Popen, metrics: Metrics, trial: optuna.Trial, sweep: "Sweep") -> str:
-    """Until the run is over: "", or is to be ended: "pruned". Raises RunFailed and Interrupted."""
-    args = sweep.args
-    seen = time.monotonic()
-    reported = 0
-    while process.poll() is None:
-        time.sleep(0.1)
-        if metrics.read():
-            seen = time.monotonic()
-        if sweep.stopping:
-            raise Interrupted
-        if time.monotonic() - seen > args.hang_seconds:
-            raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
-        cost = metrics.points[-1][0] if metrics.points else 0.0
-        milestone = min(int(MILESTONES * cost / args.max_cost_seconds), MILESTONES)
-        score = metrics.score_at(milestone / MILESTONES * args.max_cost_seconds)
-        if milestone > reported and math.isfinite(score):
-            reported = milestone
-            trial.report(score, milestone)
-            if args.pruning and trial.should_prune():
-                return "pruned"
-    return ""
+    trial.set_user_attr("cost", run.points[-1][0])
+    trial.set_user_attr("end", "pruned" if pruned else run.latest.get("exit_reason"))
+    return run.score()
 
 
 # THE STUDY: which trials there are, and which of them run again -----------------------------------
@@ -335,6 +304,8 @@ SAMPLERS = {
     "tpe": partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True),
     "random": optuna.samplers.RandomSampler,
 }
+RUNNING = (TrialState.RUNNING,)
+WAITING = (TrialState.WAITING,)
 BEST = 3  # trials that run again at the end
 RETRY = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=10)  # back into the queue
 
@@ -354,68 +325,42 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
     wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
     beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
-    for _ in range(3):
+    connect = partial(optuna.storages.RDBStorage, url, engine_kwargs=wait, **beat)
+    with from_user("--storage"):
         try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=wait, **beat)
-        except Exception as error:  # SQLAlchemy's, a driver's, the operating system's
-            reason = " ".join(str(error).split())[:200]
-            time.sleep(0.5)  # two that make the tables at once: one fails, but not twice
-    raise UsageError(f"--storage: {reason}")
+            return connect()
+        except sqlalchemy.exc.DBAPIError:
+            time.sleep(1)  # two that make the tables at once: one fails, but not twice
+            return connect()
 
 
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
-    """The study, new or as it was left. first: the arguments of its first trial, if it is new."""
+    """The study, new or as it was left. first: the arguments of its first trial."""
     seed = args.seed + os.getpid() * 1000  # lest two processes, or a restart, draw the same
+    sampler = SAMPLERS[args.sampler](seed=seed)
+    pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys}
     same["space"] = str([(one.name, one.distribution) for one in space])
+    params = {one.name: one.nearest(first.get(one.argument)) for one in space}
+    params = {name: value for name, value in params.items() if value is not None}
     with one_at_a_time(folder):
-        study = optuna.create_study(
-            storage=open_storage(args, folder),
-            study_name=args.study_name,
-            direction=args.direction,
-            sampler=SAMPLERS[args.sampler](seed=seed),
-            pruner=optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10),
-            load_if_exists=True,
-        )
-        before = study.user_attrs.get("same")
-        if before is None:  # it is new
-            study.set_user_attr("same", same)
-            params = {one.name: one.nearest(first.get(one.argument)) for one in space}
-            params = {name: x for name, x in params.items() if x is not None}
-            study.enqueue_trial(params, skip_if_exists=True)  # another machine may have come first
-            before = same
-    changed = [key for key in same if before[key] != same[key]]
-    if changed:
-        reason = f"exists with another {', '.join(changed)}; take another, or delete it"
-        raise UsageError(f"--study-name {args.study_name}: {reason}")
-    ask = study.ask
-
-    def ask_alone() -> optuna.Trial:
-        with one_at_a_time(folder):
-            return ask()
-
-    study.ask = ask_alone
+        storage = open_storage(args, folder)
+        names = {"study_name": args.study_name, "storage": storage, "load_if_exists": True}
+        options = {"direction": args.direction, "sampler": sampler, "pruner": pruner}
+        study = optuna.create_study(**names, **options)
+        before = study.user_attrs.get("same", same)
+        changed = ", ".join(key for key in same if before[key] != same[key])
+        if changed:
+            reason = f"exists with another {changed}; take another, or delete it"
+            raise UsageError(f"--study-name {args.study_name}: {reason}")
+        study.set_user_attr("same", same)
+        study.enqueue_trial(params, skip_if_exists=True)
+    study.ask = one_at_a_time(folder)(study.ask)
     return study
 
 
-def counted(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials that are over, well or not; not those that were interrupted."""
-    trials = study.get_trials(deepcopy=False)
-    return [one for one in trials if one.state.name == "COMPLETE" or "failure" in one.user_attrs]
-
-
-def worked(study: optuna.Study) -> list[FrozenTrial]:
-    return [trial for trial in counted(study) if "failure" not in trial.user_attrs]
-
-
-def same_params(study: optuna.Study) -> list[list[FrozenTrial]]:
-    """Trials, those of the same hyperparameters together, the best first run first."""
-    groups = {}
-    for trial in worked(study):
-        groups.setdefault(str(trial.params), []).append(trial)
-    down = study.direction.name == "MAXIMIZE"
-    return sorted(groups.values(), key=lambda trials: trials[0].value, reverse=down)
+# THE SWEEP ----------------------------------------------------------------------------------------
 
 
 def fresh_mean(trials: list[FrozenTrial]) -> float:
@@ -423,39 +368,35 @@ def fresh_mean(trials: list[FrozenTrial]) -> float:
     return float(np.mean([trial.value for trial in trials[1:] or trials]))
 
 
-def best_of(study: optuna.Study, confirm_seeds: int) -> list[FrozenTrial]:
-    """The trials of the best hyperparameters, of those that have run again if there are any."""
-    groups = same_params(study)
-    confirmed = [trials for trials in groups if len(trials) > confirm_seeds]
-    better = max if study.direction.name == "MAXIMIZE" else min
-    return better(confirmed or groups, key=fresh_mean, default=[])
+def divide(things: list, workers: int) -> list[str]:
+    """For each worker its neighbouring ones; where there are too few, workers share them."""
+    parts = np.array_split(things, min(workers, len(things)))
+    return [",".join(map(str, parts[n % len(parts)])) for n in range(workers)]
 
 
-# THE SWEEP ----------------------------------------------------------------------------------------
-
-
-@dataclass
 class Sweep:
-    args: Args
-    space: list[Parameter]
-    study: optuna.Study
-    folder: Path
-    stopping: bool = False
-    signal: int = 0
+    def __init__(self, args: Args, space: list[Parameter], study: optuna.Study, folder: Path):
+        self.args = args
+        self.space = space
+        self.study = study
+        self.folder = folder
+        self.target = args.num_trials  # so many are to be over
+        self.deadline = time.monotonic() + args.timeout
+        self.better = max if args.direction == "maximize" else min
+        self.stopping = 0  # or the number of the signal that said so
+        names = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = names.split(",") if names else list(range(torch.cuda.device_count())) or [""]
+        cores = divide(sorted(os.sched_getaffinity(0)), args.workers)
+        pairs = zip(cores, divide(gpus, args.workers))
+        pin = "setpriv --pdeathsig TERM taskset -c {} env CUDA_VISIBLE_DEVICES={}"
+        self.slots = [pin.format(*pair).split() for pair in pairs]  # that no trial has
 
-    def __post_init__(self):
-        self.target = self.args.num_trials  # so many are to be over
-        self.deadline = time.monotonic() + self.args.timeout
-        self.slots = queue.SimpleQueue()  # cores, and variables that choose a GPU, that are free
-        for slot in divide(self.args.workers):
-            self.slots.put(slot)
-
-    def command(self, trial: optuna.Trial, arguments: dict[str, Any], runs: Path) -> list[str]:
+    def command(self, trial: optuna.Trial, arguments: dict[str, Any], folder: Path) -> list[str]:
         """The words that run the script. Those of the trial win over a preset's."""
-        seed = self.args.seed + trial.number
-        words = [*shlex.split(self.args.launcher), self.args.script, *self.args.fixed]
-        words += ["--env-id", self.args.env_id, f"--seed={seed}", f"--output-dir={runs}"]
-        words.append(f"--time-limit={self.args.max_cost_seconds}")
+        args = self.args
+        words = [*shlex.split(args.launcher), args.script, *args.fixed, f"--env-id={args.env_id}"]
+        words += [f"--seed={args.seed + trial.number}", f"--output-dir={folder}"]
+        words += [f"--time-limit={args.max_cost_seconds}"]
         for key, value in arguments.items():
             flag = key if key.startswith("env.") else key.replace("_", "-")
             if isinstance(value, bool) and not key.startswith("env."):
@@ -468,59 +409,78 @@ class Sweep:
         """Trials until there are enough, then the best again. Returns the exit code."""
         for signum in signal.SIGINT, signal.SIGTERM:
             signal.signal(signum, self.stop)
-        print(f"{self.folder}: {len(counted(self.study))} of {self.target} trials")
-        try:
-            while not self.enough():
-                self.optimize()
-        except UsageError:  # the first trial was refused; a corrected command begins anew
-            if not worked(self.study) and not self.trials_in(TrialState.RUNNING):
-                storage = open_storage(self.args, self.folder)
-                optuna.delete_study(study_name=self.args.study_name, storage=storage)
-            raise
-        while not self.stopping and self.trials_in(TrialState.RUNNING):  # elsewhere, or of the dead
-            optuna.storages.fail_stale_trials(self.study)
-            time.sleep(1)
-        self.deadline = math.inf
-        self.queue_best_again()
-        while not self.enough():
-            self.optimize()
+        print(f"{self.folder}: {len(self.counted())} of {self.target} trials", flush=True)
+        while not self.stopping:
+            try:
+                self.search()
+                break
+            except UsageError:  # the first trial was refused; a corrected command begins anew
+                if not self.worked() and not self.study.get_trials(states=RUNNING):
+                    storage = open_storage(self.args, self.folder)
+                    optuna.delete_study(study_name=self.args.study_name, storage=storage)
+                raise
+            except (optuna.exceptions.OptunaError, ValueError) as error:
+                if isinstance(error, ValueError) and "Cannot tell" not in str(error):
+                    raise
+                reason = str(error.__cause__ or error).split("\n")[0]
+                print(f"warning: the database was away: {reason}; on in ten seconds", flush=True)
+                time.sleep(10)  # a trial that was lost is run again
         self.report()
-        if self.signal:
+        if self.stopping:
             print("interrupted; the same command goes on")
-        return 128 + self.signal if self.signal else 0
+        return 128 + self.stopping if self.stopping else 0
+
+    def search(self):
+        """Up to the target, which grows when the best are to run again."""
+        options = {"n_jobs": self.args.workers, "catch": (RunFailed, InterruptedError)}
+        options |= {"callbacks": [self.after_trial]}
+        while not self.enough() or self.queue_best_again():
+            missing = self.target - len(self.counted())
+            self.study.optimize(partial(run_trial, sweep=self), n_trials=missing, **options)
 
     def stop(self, signum: int, frame):
-        self.stopping = True
-        self.signal = signum
+        self.stopping = signum
 
     def enough(self) -> bool:
         late = time.monotonic() > self.deadline
-        return self.stopping or late or len(counted(self.study)) >= self.target
+        return self.stopping or late or len(self.counted()) >= self.target
 
-    def trials_in(self, *states: TrialState) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False, states=states)
+    def counted(self) -> list[FrozenTrial]:
+        """Trials that are over, well or not; not those that were interrupted."""
+        trials = self.study.get_trials(deepcopy=False)
+        return [one for one in trials if one.values or "failure" in one.user_attrs]
 
-    def queue_best_again(self):
-        """The best, each on as many fresh seeds, unless another process has queued them."""
-        with one_at_a_time(self.folder):
-            if not self.trials_in(TrialState.RUNNING, TrialState.WAITING) and not self.stopping:
-                for trials in same_params(self.study)[:BEST]:
+    def worked(self) -> list[FrozenTrial]:
+        return [trial for trial in self.counted() if "failure" not in trial.user_attrs]
+
+    def same_params(self) -> list[list[FrozenTrial]]:
+        """Trials, those of the same hyperparameters together, the best first run first."""
+        groups = {}
+        for trial in self.study.get_trials(states=[TrialState.COMPLETE]):
+            if "failure" not in trial.user_attrs or str(trial.params) in groups:
+                groups.setdefault(str(trial.params), []).append(trial)
+        down = self.better is max
+        return sorted(groups.values(), key=lambda trials: trials[0].value, reverse=down)
+
+    def best(self) -> list[FrozenTrial]:
+        """The trials of the best hyperparameters, of those that have run again if there are any."""
+        groups = self.same_params()
+        confirmed = [trials for trials in groups if len(trials) > self.args.confirm_seeds]
+        return self.better(confirmed or groups, key=fresh_mean, default=[])
+
+    def queue_best_again(self) -> bool:
+        """The best, each on as many fresh seeds, once nothing else is left. Whether there is now."""
+        self.deadline = math.inf
+        while self.study.get_trials(states=RUNNING) and not self.stopping:
+            optuna.storages.fail_stale_trials(self.study)  # of a machine that is gone
+            time.sleep(1)
+        with one_at_a_time(self.folder):  # or another process queues them too
+            if not self.study.get_trials(states=RUNNING + WAITING) and not self.stopping:
+                for trials in self.same_params()[:BEST]:
                     for _ in range(1 + self.args.confirm_seeds - len(trials)):
                         self.study.enqueue_trial(trials[0].params)
-            self.target = len(counted(self.study)) + len(self.trials_in(TrialState.WAITING))
-
-    def optimize(self):
-        """Trials up to the target. What was lost while the database was away is run again."""
-        options = {"n_jobs": self.args.workers, "catch": (RunFailed, Interrupted)}
-        options |= {"n_trials": self.target - len(counted(self.study))}
-        try:
-            objective = partial(run_trial, sweep=self)
-            self.study.optimize(objective, callbacks=[self.after_trial], **options)
-        except (optuna.exceptions.OptunaError, ValueError) as error:
-            if isinstance(error, ValueError) and "Cannot tell" not in str(error):
-                raise
-            print(f"warning: the database was away ({error}); going on in ten seconds")
-            time.sleep(10)
+            self.target = len(self.counted()) + len(self.study.get_trials(states=WAITING))
+        return not self.enough()
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial):
         """Optuna's callback: a line for people, best.yaml, and whether that was enough."""
@@ -533,96 +493,69 @@ class Sweep:
         else:
             line = f"{trial.value:.5g} in {facts['cost']:.1f} s ({facts['end']})"
         with one_at_a_time(self.folder):
-            best = best_of(study, self.args.confirm_seeds)
+            best = self.best()
             if best:
                 line += f"; best {fresh_mean(best):.5g} (trial {best[0].number})"
                 self.write_best(best)
-        print(f"trial {trial.number}: {line}; {len(counted(study))} of {self.target}", flush=True)
+        print(f"trial {trial.number}: {line}; {len(self.counted())} of {self.target}", flush=True)
         if self.enough():
             study.stop()
 
     def write_best(self, trials: list[FrozenTrial]):
         """best.yaml, anew after every trial: the configuration of the best trial's run."""
-        number = trials[0].number
-        facts = trials[0].user_attrs
         score = f"{self.args.metric} {fresh_mean(trials):.6g}"
         how = f"mean of {len(trials) - 1} fresh seeds" if trials[1:] else "one run, so partly luck"
-        head = f"""# python {self.args.script} --config best.yaml
-# Trial {number} of study {self.args.study_name}, made by protein_sweep.py.
-# {score} ({how}) after {facts["cost"]:.1f} seconds and {facts["step"]} steps ({facts["end"]}).
-"""
-        ours = ("seed", "output_dir", "time_limit")
-        config = {key: value for key, value in facts["config"].items() if key not in ours}
+        config = trials[0].user_attrs["config"]
+        config = {key: config[key] for key in config if key not in OURS}
+        text = f"# Trial {trials[0].number} of study {self.args.study_name}: {score} ({how}).\n"
         temporary = self.folder / "best.yaml.tmp"
-        temporary.write_text(head + yaml.safe_dump(config, sort_keys=False))
+        temporary.write_text(text + yaml.safe_dump(config, sort_keys=False))
         temporary.replace(self.folder / "best.yaml")
 
     def report(self):
         """pareto.png, importances.png, and a table of the front."""
-        trials = worked(self.study)
+        trials = self.worked()
         if not trials:
             print(f"no trial has a score; the logs are in {self.folder / 'trials'}")
             return
         matplotlib.use("Agg")
         plots = optuna.visualization.matplotlib
         both = optuna.create_study(directions=["minimize", self.args.direction])
-        for trial in trials:
-            facts = {"params": trial.params, "distributions": trial.distributions}
-            facts["user_attrs"] = {"number": trial.number}
-            values = [trial.user_attrs["cost"], trial.value]
-            both.add_trial(optuna.create_trial(values=values, **facts))
-        names = ["cost: seconds of training", self.args.metric]
-        axes = plots.plot_pareto_front(both, target_names=names)
+        for one in trials:
+            values = [one.user_attrs["cost"], one.value]
+            both.add_trial(optuna.create_trial(values=values, user_attrs={"number": one.number}))
+        axes = plots.plot_pareto_front(both, target_names=["seconds of training", self.args.metric])
         axes.figure.savefig(self.folder / "pareto.png", dpi=150, bbox_inches="tight")
         with contextlib.suppress(ValueError, RuntimeError):  # fewer than two, or all alike
             axes = plots.plot_param_importances(self.study)
             axes.figure.savefig(self.folder / "importances.png", dpi=150, bbox_inches="tight")
         print(f"no trial beats these in both:\n trial    cost, s {self.args.metric:>18}")
-        for trial in sorted(both.best_trials, key=lambda trial: trial.values):
-            cost, score = trial.values
-            print(f"{trial.user_attrs['number']:>6} {cost:>10.1f} {score:>18.5g}")
-
-
-def divide(workers: int) -> list[tuple[list[int], dict[str, str]]]:
-    """Each worker's cores, neighbours; a GPU for each, in turn, where there are several."""
-    cores = sorted(os.sched_getaffinity(0))
-    parts = np.array_split(cores, min(workers, len(cores)))
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = names.split(",") if names else [str(n) for n in range(torch.cuda.device_count())]
-    slots = []
-    for n in range(workers):
-        gpu = {"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if len(gpus) > 1 else {}
-        slots.append((parts[n % len(parts)].tolist(), gpu))
-    return slots
+        for one in sorted(both.best_trials, key=lambda one: one.values):
+            print("{:>6} {:>10.1f} {:>18.5g}".format(one.user_attrs["number"], *one.values))
 
 
 # PLUMBING: command line ---------------------------------------------------------------------------
 
+OURS = {"seed", "output_dir", "time_limit", "resume"}  # not for a space, nor after --
+
 
 def script_defaults(path: str) -> dict[str, Any]:
-    """The defaults of the script's `class Args`, read without running it. Raises UsageError."""
-    try:
+    """The constants in the script's `class Args`, which is read, not run."""
+    with from_user(f"--script {path}"):
         tree = ast.parse(Path(path).read_text())
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UsageError(f"--script {path}: cannot be read ({error})") from error
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
     defaults = {}
-    for field in classes[0].body if classes else []:
-        if isinstance(field, ast.AnnAssign):
-            try:
-                defaults[field.target.id] = ast.literal_eval(field.value)
-            except (ValueError, TypeError):  # no constant
-                defaults[field.target.id] = None
+    for node in tree.body:
+        for field in node.body if getattr(node, "name", "") == "Args" else []:
+            if isinstance(field, ast.AnnAssign):
+                with contextlib.suppress(ValueError):  # no constant
+                    defaults[field.target.id] = ast.literal_eval(field.value)
     return defaults
 
 
-def read_mapping(path: str, flag: str) -> dict[str, Any]:
-    """A YAML file. Raises UsageError."""
-    try:
+def read_yaml(path: str, flag: str) -> dict[str, Any]:
+    with from_user(f"{flag} {path}"):
         content = yaml.safe_load(Path(path).read_text())
-        return {str(key).replace("-", "_"): value for key, value in content.items()}
-    except Exception as error:  # no file, no YAML, no mapping
-        raise UsageError(f"{flag} {path}: {' '.join(str(error).split())[:150]}") from error
+        return {key.replace("-", "_"): value for key, value in content.items()}
 
 
 def prepare(argv: list[str]) -> Sweep:
@@ -632,30 +565,26 @@ def prepare(argv: list[str]) -> Sweep:
     args.fixed = tuple(word for given in argv[cut + 1 :] for word in given.split("=", 1))
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if getattr(args, name) <= 0:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {getattr(args, name)}: must be above 0")
-    content = read_mapping(args.space, "--space") if args.space else yaml.safe_load(SPACE)
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    content = read_yaml(args.space, "--space") if args.space else yaml.safe_load(SPACE)
     given = {word[2:].replace("-", "_") for word in args.fixed if word.startswith("--")}
-    for key in "env_id", "seed", "output_dir", "time_limit", "resume":
-        if key in given or key in content:
-            raise UsageError(f"-- --{key.replace('_', '-')}: is the sweep's to give; leave it out")
+    taken = sorted((OURS | {"env_id"}) & (given | set(content)))
+    if taken:
+        raise UsageError(f"{', '.join(taken)}: the sweep gives this itself; leave it out")
+    space = []
+    for argument, entry in content.items():
+        if argument not in given:
+            with from_user(f"--space, {argument}: {entry}, not as in SPACE"):
+                space.append(parse_parameter(argument, entry))
     first = script_defaults(args.script)
-    unknown = {key for key in content if not key.startswith("env.")} - set(first)
-    if unknown and first:
-        raise UsageError(f"--space: {args.script} has no argument {', '.join(sorted(unknown))}")
-    space = parse_space({key: entry for key, entry in content.items() if key not in given})
-    if not space:
-        raise UsageError("--space: nothing to search: every argument in it is given after --")
     if "config" in given:
-        first |= read_mapping(args.fixed[args.fixed.index("--config") + 1], "-- --config")
+        first |= read_yaml(args.fixed[args.fixed.index("--config") + 1], "-- --config")
     first |= {f"env.{key}": value for key, value in (first.get("env") or {}).items()}
-    stem = Path(args.script).stem
-    args.study_name = args.study_name or re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{stem}")
+    name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{Path(args.script).stem}")
+    args.study_name = args.study_name or name
     folder = Path(args.output_dir, args.study_name)
-    try:
+    with from_user(f"--output-dir {args.output_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output-dir {args.output_dir}: {error}") from error
     return Sweep(args, space, open_study(args, space, first, folder), folder)
 
 

@@ -26,7 +26,7 @@ import yaml
 from report import interval, number, save, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from protein_sweep import SAMPLERS, Parameter, parse_space
+from protein_sweep import SAMPLERS, Parameter, parse_parameter
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmark/reports/sweep"
@@ -75,7 +75,7 @@ class Problem:
 
     def __post_init__(self):
         self.content = yaml.safe_load(self.content)
-        self.space = parse_space(self.content)
+        self.space = [parse_parameter(*item) for item in self.content.items()]
         self.middle = {one.name: middle(one) for one in self.space}
 
     def arguments(self, params: dict) -> dict:

@@ -22,7 +22,7 @@ from conftest import ROOT, SCRIPT, SMALL, environment, run_script, start_script
 from optuna.trial import TrialState
 
 import protein_sweep
-from protein_sweep import UsageError, parse_space
+from protein_sweep import parse_parameter
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -69,14 +69,14 @@ with (folder / "metrics.jsonl").open("w") as file:
     while 0.02 * step < args.time_limit and (step < args.total_timesteps or os.path.exists("endless")):
         step += 1
         score = args.x * step + args.seed / 1000 + 100 * (args.seed == args.lucky)
+        if args.mode == "nan" and step >= 5:
+            score = float("nan")
         if step == 5:
             if args.mode == "crash":
                 raise RuntimeError("the environment broke")
             if args.mode == "diverge":
                 write(exit_reason="diverged: losses not finite")
                 sys.exit(1)
-            if args.mode == "nan":
-                score = float("nan")
             if args.mode == "hang":
                 time.sleep(1000)
             if args.mode == "garbage":
@@ -146,7 +146,7 @@ def wait_until(condition, timeout: float = 60):
     ],
 )
 def test_a_distribution_is_even_on_the_scale_of_its_name(entry, low, middle, high):
-    (parameter,) = parse_space({"p": entry})
+    parameter = parse_parameter("p", entry)
     scale = parameter.distribution
     half = np.sqrt(scale.low * scale.high) if scale.log else (scale.low + scale.high) / 2
     if isinstance(scale, optuna.distributions.IntDistribution):
@@ -161,7 +161,7 @@ def test_a_distribution_is_even_on_the_scale_of_its_name(entry, low, middle, hig
 
 
 def test_choices_stay_what_they_are_and_another_value_is_none_of_them():
-    (parameter,) = parse_space({"p": [True, "adam", 3]})
+    parameter = parse_parameter("p", [True, "adam", 3])
     assert [parameter.nearest(one) for one in (True, "adam", 3, "sgd")] == [True, "adam", 3, None]
 
 
@@ -179,17 +179,18 @@ def test_choices_stay_what_they_are_and_another_value_is_none_of_them():
         {"distribution": "uniform_pow2", "min": 0, "max": 8},
     ],
 )
-def test_a_wrong_line_of_a_space_is_named(entry):
-    with pytest.raises(UsageError, match="--space, p: "):
-        parse_space({"p": entry})
+def test_a_wrong_line_of_a_space_is_refused(entry):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        parse_parameter("p", entry)
 
 
 def test_the_default_space_has_the_scripts_arguments_and_their_defaults_and_no_batch_too_small():
     content = yaml.safe_load(protein_sweep.SPACE)
     for script in ROOT.glob("ppo_lstm_puffer*.py"):
         defaults = protein_sweep.script_defaults(str(script))
-        for parameter in parse_space(content):
-            value = defaults[parameter.argument]
+        for argument, entry in content.items():
+            parameter = parse_parameter(argument, entry)
+            value = defaults[argument]
             nearest = parameter.to_argument(parameter.nearest(value))
             assert nearest == value or nearest == pytest.approx(value, rel=1e-3)
     smallest = content["num_envs"]["min"] * content["num_steps"]["min"]
@@ -199,9 +200,9 @@ def test_the_default_space_has_the_scripts_arguments_and_their_defaults_and_no_b
 
 @pytest.mark.parametrize("path", ROOT.glob("configs/spaces/*.yaml"), ids=lambda path: path.stem)
 def test_each_space_is_of_the_scripts_arguments(path):
-    space = parse_space(yaml.safe_load(path.read_text()))
-    defaults = protein_sweep.script_defaults(str(SCRIPT))
-    assert {parameter.argument for parameter in space} <= set(defaults)
+    space = protein_sweep.read_yaml(str(path), "--space")
+    assert all(parse_parameter(*item) for item in space.items())
+    assert set(space) <= set(protein_sweep.script_defaults(str(SCRIPT)))
 
 
 # Trials -------------------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_hopeless_trials_are_pruned_and_count_with_what_they_had(toy):
     finished = [trial.params["x"] for trial in trials if trial not in pruned]
     assert pruned and all(trial.state == TrialState.COMPLETE for trial in pruned)
     assert max(trial.params["x"] for trial in pruned) <= np.quantile(finished, 0.5)
-    assert min(trial.user_attrs["step"] for trial in pruned) < 60
+    assert min(trial.user_attrs["cost"] for trial in pruned) < 60 * 0.02
     assert max(finished) == max(trial.params["x"] for trial in trials)
 
 
@@ -272,11 +273,8 @@ def test_two_workers_run_at_once_each_on_cores_and_a_gpu_of_its_own(toy, monkeyp
     assert second.datetime_start < first.datetime_complete
     logs = [path.read_text().split("\n")[0] for path in toy.glob("sweeps/*/trials/*/log.txt")]
     assert set(logs) == {"GPU 4 {0} None", "GPU 6 {1} None"}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 7})
-    assert [cores for cores, _ in protein_sweep.divide(2)] == [[4, 5], [7]]
-    assert [cores for cores, _ in protein_sweep.divide(4)] == [[4], [5], [7], [4]]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    assert [gpu for _, gpu in protein_sweep.divide(2)] == [{}, {}]
+    assert protein_sweep.divide([4, 5, 7], 2) == ["4,5", "7"]  # several GPUs: for torchrun
+    assert protein_sweep.divide([4, 5, 7], 4) == ["4", "5", "7", "4"]
 
 
 def test_a_launcher_starts_the_script(toy):
@@ -291,17 +289,17 @@ def test_a_preset_is_the_first_trial_and_its_values_are_searched(toy):
     first, second = load(toy).trials
     assert first.params["x"] == 0.25 != second.params["x"]
     best = yaml.safe_load((toy / "sweeps/toy__toy/best.yaml").read_text())
-    assert best["total_timesteps"] == first.user_attrs["step"] == 7 and "seed" not in best
+    assert best["total_timesteps"] == 7 and "seed" not in best
 
 
-@pytest.mark.parametrize("sampler", ["gp", "tpe", "random"])
+@pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_samplers_learn_and_minimizing_is_maximizing_the_negative(toy, sampler):
     words = toy_command("--num-trials", 14, "--sampler", sampler, "--direction", "minimize")
     finish([*words, "--", "--total-timesteps", "2"], toy)
     trials = load(toy).trials
     best = yaml.safe_load((toy / "sweeps/toy__toy/best.yaml").read_text())["x"]
     assert best == pytest.approx(min(trial.params["x"] for trial in trials), abs=1e-3)
-    assert sampler == "random" or best < 0.1
+    assert best < 0.1
 
 
 # The study ----------------------------------------------------------------------------------------------------------------
@@ -322,6 +320,11 @@ def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
     assert yaml.safe_load(text)["x"] == pytest.approx(max(xs), abs=1e-3)
     finish(words, toy)
     assert len(load(toy).trials) == 11  # all is done
+    load(toy).enqueue_trial({"x": 1.0})  # as what a machine had that is gone
+    finish(words, toy)
+    assert [trial.params["x"] for trial in load(toy).trials[11:]] == [
+        1.0
+    ] * 3  # and it is confirmed
 
 
 # A sweep that waits between seeing that a trial is in the queue and taking it.
@@ -404,7 +407,7 @@ def start_endless(toy, *arguments) -> subprocess.Popen:
     words = toy_command("--num-trials", 3, "--workers", 2, *arguments)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(words, cwd=toy, env=environment(), **pipes)
-    wait_until(lambda: len(list(toy.glob("sweeps/*/trials/*/*/*/metrics.jsonl"))) == 2)
+    wait_until(lambda: len(list(toy.glob("sweeps/*/trials/*/*/metrics.jsonl"))) == 2)
     return process
 
 
@@ -508,9 +511,9 @@ def test_a_refused_trial_takes_no_study_with_it_on_which_another_machine_works(t
 
 
 def test_a_folder_may_have_any_name(toy):
-    for name in "q?x", "p%20q", "a/b#c":
-        finish(toy_command("--num-trials", 1, "--output-dir", name), toy)
-        assert (toy / name / "toy__toy/study.db").exists()
+    name = "q?x=1/p%20q/b#c d"
+    finish(toy_command("--num-trials", 1, "--output-dir", name), toy)
+    assert (toy / name / "toy__toy/study.db").exists()
 
 
 def test_a_password_is_not_told(toy, monkeypatch):
@@ -529,25 +532,24 @@ def test_a_copy_of_the_script_runs_alone(toy):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--script", "none.py"], "--script none.py: cannot be read"),
+        (["--script", "none.py"], "--script none.py: "),
         (["--space", "none.yaml"], "--space none.yaml: "),
         (["--space", "odd.yaml"], "--space odd.yaml: "),
         (["--space", "list.yaml"], "--space list.yaml: "),
-        (["--space", "unknown.yaml"], "--space: toy.py has no argument y"),
+        (["--space", "wrong.yaml"], "--space, x: 5, not as in SPACE: "),
         (["--workers", "0"], "--workers 0: must be above 0"),
         (["--max-cost-seconds", "-1"], "--max-cost-seconds -1.0: must be above 0"),
         (["--storage", "mysterysql://x"], "--storage: Can't load plugin"),
-        (["--", "--output-dir", "x"], "-- --output-dir: is the sweep's to give"),
+        (["--", "--output-dir", "x"], "output_dir: the sweep gives this itself"),
         (["--", "--config", "none.yaml"], "-- --config none.yaml: "),
-        (["--", "--seed=3"], "-- --seed: is the sweep's to give"),
-        (["--", "--x", "0.5"], "--space: nothing to search"),
+        (["--", "--seed=3"], "seed: the sweep gives this itself"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(toy, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(toy)
     (toy / "odd.yaml").write_text("x: !!bool x")  # no YAMLError, but a KeyError
     (toy / "list.yaml").write_text("[x]")
-    (toy / "unknown.yaml").write_text("y: [1, 2]")
+    (toy / "wrong.yaml").write_text("x: 5")
     monkeypatch.setattr(sys, "argv", toy_command(*arguments)[1:])
     assert protein_sweep.main() == 2
     errors = capsys.readouterr().err
