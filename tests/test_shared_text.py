@@ -81,6 +81,7 @@ SIZES = {
     "ppo_lstm_puffer.py": (1023, 819),
     "ppo_lstm_puffer_ddp.py": (1155, None),
     "ppo_lstm_puffer_xla.py": (1155, None),
+    "protein_sweep.py": (605, 495),
 }
 
 
