@@ -100,7 +100,7 @@ class Args:
     hidden_size: int = 128  # width of the encoder and of the LSTM
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
-    cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
+    cuda_graphs: bool = True  # on a GPU: record the policy step, and replay it
     # Run
     time_limit: float = math.inf  # stop after so many seconds of training from this start
     log_interval: int = 10  # iterations between two log lines
@@ -339,7 +339,7 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     weight = valid[:, segments] * importance * valid.shape[1] / k
     of_segments = [tensor[:, segments] for tensor in (advantages, returns, values[:-1])]
     share = Minibatch(segments, *of_segments, weight)
-    x = torch.stack((advantages, returns)) * valid
+    x = torch.stack((advantages, returns)).double() * valid  # lest square - mean**2 be noise
     totals = torch.stack((x.sum((1, 2)), (x**2).sum((1, 2))), dim=1)
     return share, torch.cat((valid.sum()[None], totals.flatten()))
 
@@ -357,7 +357,8 @@ def weigh(share: Minibatch, totals: torch.Tensor, args: Args) -> Minibatch:
 def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
     """Adds x (n, features) of all ranks to the running statistics, as BatchNorm adds a batch."""
     x = x.double()
-    totals = torch.stack((torch.ones_like(x), x, x**2)).sum(1)
+    count = x.new_full(x.shape[1:], len(x))
+    totals = torch.stack((count, x.sum(0), (x**2).sum(0)))
     dist.all_reduce(totals)
     _, mean, square = totals / totals[0]
     variance = (square - mean**2) * totals[0] / (totals[0] - 1)
@@ -591,7 +592,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             if minibatch == 0:  # of the policy that acted
                 rollout_mean = totals / totals[0].clamp_min(1)
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
-        if args.norm_obs:  # not within a segment: the ratio starts at 1
+        if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
             observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
 
         # LOGGING, CHECKPOINT
@@ -802,8 +803,8 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 
 def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     """Makes the process group. Returns the arguments and the checkpoint, which rank 0 has read."""
-    found = re.search(r"--dist.timeout[ =](\d+)", " ".join(words))
-    timeout = int(found[1]) if found else Args.dist_timeout
+    found = re.findall(r"--dist.timeout[ =]([\d_.e]+)", " ".join(words))
+    timeout = int(float(found[-1])) if found else Args.dist_timeout
     read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = meet(timeout) if WORLD_SIZE > 1 else dist.HashStore()

@@ -171,6 +171,19 @@ def test_advantages_are_normalized_by_the_statistics_of_all_ranks():
         assert share.weight.sum() == pytest.approx(0.5)
 
 
+def test_statistics_of_returns_far_from_zero_are_not_lost_to_rounding():
+    torch.manual_seed(0)
+    args = ddp.Args(num_steps=4, minibatch_size=16)
+    values = torch.zeros(5, 400)
+    ones = torch.ones(5, 400)
+    rewards = 100 + 0.02 * torch.randn(4, 400)  # every step is an episode: they are the returns
+    given = values, rewards, ones, ones, torch.ones(4, 400), torch.rand(401), torch.tensor(1.0)
+    _, totals = ddp.draw_minibatch(*given, args)
+    count, _, _, total, squares = totals.tolist()
+    expected = rewards.double().var(correction=0).item()
+    assert squares / count - (total / count) ** 2 == pytest.approx(expected, rel=1e-6)
+
+
 def test_draws_of_unequal_ranks_stand_for_all_segments():
     # With beta 1 a weighted sum over the minibatch is an unbiased mean of all ranks' segments.
     draw, advantages = draw_on_two_ranks(1.0, 4, norm_adv=False)
@@ -184,6 +197,12 @@ def test_draws_of_unequal_ranks_stand_for_all_segments():
 
 
 # Runs.
+
+
+def test_norm_obs_leaves_images_as_they_are(tmp_path):
+    image = ["--env-id", "tests.environments:Image-v0", "--norm-obs"]
+    run = succeed(*image, "--total-timesteps", "2048", cwd=tmp_path, script=DDP)
+    assert end_of(run)["exit_reason"] == "completed"
 
 
 def test_compiled_ranks_with_workers_and_several_agents(tmp_path):
