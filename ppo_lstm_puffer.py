@@ -12,7 +12,6 @@ value after a segment is bootstrapped. Below the border line is what the algorit
 """
 
 import contextlib
-import ctypes
 import fcntl
 import io
 import json
@@ -57,7 +56,7 @@ class Args:
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
     clip_rewards: bool = True  # to [-1, 1], for learning; reported returns are never clipped
-    norm_rewards: bool = False  # divide by the deviation of discounted returns, and do not clip
+    norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
     norm_obs: bool = False  # observations to mean 0, deviation 1 (images: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
@@ -332,6 +331,15 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     return Minibatch(segments, normalized[:, segments], returns, values, weight), advantages
 
 
+def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
+    """Adds x (n, features) to the statistics of all rows ever seen (Chan et al. 1979)."""
+    norm.num_batches_tracked += len(x)  # here: rows
+    share = len(x) / norm.num_batches_tracked
+    change = x.mean(0) - norm.running_mean
+    norm.running_mean += share * change
+    norm.running_var.lerp_(x.var(0, correction=0) + (1 - share) * change**2, share)
+
+
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
     """PPO's clipped surrogate (Schulman et al. 2017), clipped value loss, entropy bonus.
 
@@ -505,7 +513,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return advantages, torch.cat((sums, grad_norm[None]))
+        return advantages, torch.cat((sums / minibatch.weight.sum(), grad_norm[None]))
 
     graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
     act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
@@ -530,9 +538,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # before t = 0 comes row -1, still of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
-            agent.return_norm.train()(discounted[valid[:T] > 0].unsqueeze(1))
-            agent.return_norm.eval()
-            rewards /= (agent.return_norm.running_var + 1e-8).sqrt()  # only now: not while acting
+            observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
+            rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
         update_began = time.perf_counter()
@@ -550,9 +557,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
             if minibatch == 0:  # of the policy that acted
                 rollout_advantages = advantages.clone()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
-        if args.norm_obs:  # not within a segment: the ratio starts at 1
-            agent.observation_norm.train()(observations[:T][valid[:T] > 0].flatten(1).float())
-            agent.observation_norm.eval()
+        if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
+            observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
@@ -608,14 +614,10 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)
         torch.set_num_threads(max(1, min(wanted, torch.get_num_threads())))
-    # glibc returns freed blocks of some megabytes to the system; clearing them anew took a fifth
-    # of an update. M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that it takes:
-    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
-    ctypes.CDLL(None).mallopt(-3, 32 << 20)
+    adapters.keep_freed_memory()
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
-        buffer = getattr(envs.vecenv, "buf", vars(envs.vecenv))["observations"]  # pinned: no waits
-        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+        adapters.pin_observations(envs.vecenv)
     say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
     space = envs.observation_space
     size = (args.num_steps + 1) * envs.num_agents * math.prod(space.shape) * space.dtype.itemsize

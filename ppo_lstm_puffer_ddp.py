@@ -71,7 +71,7 @@ class Args:
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
     clip_rewards: bool = True  # to [-1, 1], for learning; reported returns are never clipped
-    norm_rewards: bool = False  # divide by the deviation of discounted returns, and do not clip
+    norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
     norm_obs: bool = False  # observations to mean 0, deviation 1 (images: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
@@ -355,16 +355,18 @@ def weigh(share: Minibatch, totals: torch.Tensor, args: Args) -> Minibatch:
 
 
 def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
-    """Adds x (n, features) of all ranks to the running statistics, as BatchNorm adds a batch."""
+    """Adds x (n, features) of all ranks to the statistics of all rows ever seen."""
     x = x.double()
     count = x.new_full(x.shape[1:], len(x))
     totals = torch.stack((count, x.sum(0), (x**2).sum(0)))
     dist.all_reduce(totals)
     _, mean, square = totals / totals[0]
-    variance = (square - mean**2) * totals[0] / (totals[0] - 1)
-    norm.num_batches_tracked += 1
-    norm.running_mean.lerp_(mean.float(), 1 / norm.num_batches_tracked)
-    norm.running_var.lerp_(variance.float(), 1 / norm.num_batches_tracked)
+    norm.num_batches_tracked += totals[0, 0].long()  # here: rows
+    share = totals[0, 0] / norm.num_batches_tracked
+    change = mean - norm.running_mean
+    norm.running_mean += share * change
+    variance = square - mean**2 + (1 - share) * change**2
+    norm.running_var.lerp_(variance.float(), share.float())
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
@@ -492,8 +494,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
     noise = agent.sampling_noise(T + 1, N, device=device)
     lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
     beta = zeros(())
-    # What is summed over the ranks: gradients and losses.
-    sizes = [*(parameter.numel() for parameter in agent.parameters()), len(LOSSES) - 1]
+    # What is summed over the ranks: gradients, losses, and the weights of the losses.
+    sizes = [*(parameter.numel() for parameter in agent.parameters()), len(LOSSES)]
     flat = zeros((sum(sizes),))
     *gradients, sums = flat.split(sizes)
     for parameter, gradient in zip(agent.parameters(), gradients):
@@ -543,12 +545,12 @@ def train(args: Args, envs: "Envs", run: "Run"):
             loss.backward()
             ratio[:, segments] = logratio.exp()  # of the policy before this step
             values[:T, segments] = new_values
-            sums.add_(terms)
+            sums.add_(torch.cat((terms, part.weight.sum()[None])))
         dist.all_reduce(flat)
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return totals, torch.cat((sums, grad_norm[None]))
+        return totals, torch.cat((sums[:-1] / sums[-1], grad_norm[None]))
 
     graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
     act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
@@ -575,7 +577,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             for t in range(T):  # before t = 0 comes row -1, still of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
             observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
-            rewards /= (agent.return_norm.running_var + 1e-8).sqrt()  # only now: not while acting
+            rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
         update_began = time.perf_counter()
@@ -651,14 +653,10 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)
         torch.set_num_threads(max(1, min(wanted, torch.get_num_threads())))
-    # glibc returns freed blocks of some megabytes to the system; clearing them anew took a fifth
-    # of an update. M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that it takes:
-    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
-    ctypes.CDLL(None).mallopt(-3, 32 << 20)
+    adapters.keep_freed_memory()
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
-        buffer = getattr(envs.vecenv, "buf", vars(envs.vecenv))["observations"]  # pinned: no waits
-        torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+        adapters.pin_observations(envs.vecenv)
     say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
     space = envs.observation_space
     size = (args.num_steps + 1) * envs.num_agents * math.prod(space.shape) * space.dtype.itemsize

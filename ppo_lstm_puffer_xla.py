@@ -62,7 +62,7 @@ class Args:
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int = 0  # of each host; even: double-buffered
     clip_rewards: bool = True  # to [-1, 1], for learning; reported returns are never clipped
-    norm_rewards: bool = False  # divide by the deviation of discounted returns, and do not clip
+    norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
     norm_obs: bool = False  # observations to mean 0, deviation 1 (images: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
@@ -528,7 +528,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return advantages, torch.cat((sums, grad_norm[None]))
+        return advantages, torch.cat((sums / minibatch.weight.sum(), grad_norm[None]))
 
     update = torch_xla.compile(update, full_graph=True)
 
@@ -552,8 +552,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # before t = 0 comes row -1, still of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
-            add_to_norm(agent.return_norm, discounted.unsqueeze(-1), counted)
-            rewards /= (agent.return_norm.running_var + 1e-8).sqrt()  # only now: not while acting
+            observe(agent.return_norm, discounted.unsqueeze(-1), counted)
+            rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
         torch_xla.sync()
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
@@ -575,7 +575,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         unexplained /= moments(rollout_advantages + rollout_values, counted)[1].clamp_min(1e-12)
         statistics = torch.cat((statistics / num_minibatches, 1 - unexplained[None]))
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
-            add_to_norm(agent.observation_norm[0], observations[:T].flatten(2).float(), counted)
+            observe(agent.observation_norm[0], observations[:T].flatten(2).float(), counted)
         torch_xla.sync()
         losses = dict(zip([*LOSSES, "explained_variance"], statistics.tolist()))  # waits for them
 
@@ -670,11 +670,16 @@ def moments(x: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 @torch.no_grad()
-def add_to_norm(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
-    """norm.train()(x[counted > 0]), for its running statistics alone."""
-    norm.num_batches_tracked += 1
-    for running, new in zip((norm.running_mean, norm.running_var), moments(x, counted)):
-        running += (new - running) / norm.num_batches_tracked
+def observe(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
+    """Adds x[counted > 0] to the statistics of all rows ever seen."""
+    mean, variance = moments(x, counted)
+    rows = counted.sum()
+    norm.num_batches_tracked += rows.long()  # here: rows
+    share = rows / norm.num_batches_tracked
+    change = mean - norm.running_mean
+    norm.running_mean += share * change
+    variance = variance * (rows - 1) / rows + (1 - share) * change**2
+    norm.running_var += share * (variance - norm.running_var)
 
 
 class Envs:

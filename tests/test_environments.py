@@ -329,7 +329,7 @@ SCRIPTS = {
     "it is late": ([("ab", ""), ("", "ab")], {"first": "b"}, "a", LATE, [1, 2]),
     "it vanishes": ([("b", ""), ("", "b")], {}, "a", [FIRST, [1, 1, 0, 0], [1, *GONE]], [1, 2]),
     "all vanish": ([("", "")], {}, "a", [FIRST, [1, 1, 0, 0], FIRST], [1, 1]),
-    "it is not shown": ([("ab", "")], {"seen": "b"}, "a", [FIRST, [0, 1, 0, 0]], [1]),
+    "it is not shown": ([("ab", "")], {"seen": "b"}, "a", [FIRST, [0, 1, 1, 0]], [1]),
 }
 
 
