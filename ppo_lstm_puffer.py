@@ -70,7 +70,7 @@ class Args:
     gae_lambda: float = 0.9  # lambda of the advantages
     minibatch_size: int = 2048  # steps per update: minibatch_size / num_steps segments
     max_minibatch_size: int = 32768  # more steps are split, and their gradients accumulated
-    update_epochs: float = 1.0  # updates per batch, in passes over it
+    update_epochs: float = 1.0  # so many batches' worth of minibatches, each drawn anew
     norm_adv: bool = True  # normalize advantages by their mean and deviation over the batch
     clip_coef: float = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: float = 2.0  # clip range of the value loss; inf: not clipped
