@@ -1,8 +1,7 @@
 """What the tests share: running the script as a user would, in a process of its own or in that of
-the test, and reading what it left."""
+the test."""
 
 import contextlib
-import json
 import os
 import pathlib
 import pickle
@@ -14,10 +13,10 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from forks import Fork
+from reading import newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
 
@@ -74,35 +73,6 @@ def wait_for(condition, process, timeout: float = 120):
         assert time.monotonic() < deadline, "timeout"
         time.sleep(0.005)
     return result
-
-
-def alive(processes, within: float = 5) -> list[psutil.Process]:
-    """Those that still live after so many seconds."""
-    return psutil.wait_procs(list(processes), timeout=within)[1]
-
-
-def newest_run(cwd) -> pathlib.Path:
-    return max(pathlib.Path(cwd, "runs").iterdir(), key=lambda path: path.stat().st_mtime)
-
-
-def read_metrics(run: pathlib.Path) -> list[dict]:
-    """The lines of a run's log intervals."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "exit_reason" not in row]
-
-
-def without_clock(run: pathlib.Path) -> list[dict]:
-    """The metrics of a run but for what a clock says."""
-    clocked = ("time", "sps")
-    return [
-        {name: value for name, value in row.items() if not name.startswith(clocked)}
-        for row in read_metrics(run)
-    ]
-
-
-def end_of(run: pathlib.Path) -> dict:
-    """The last line of a run's metrics: how it ended."""
-    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 class TouchesAFile:

@@ -8,14 +8,15 @@ from pettingzoo import ParallelEnv
 class ParallelGame(ParallelEnv):
     """Each agent sees a bit and its own number; reward 1 for naming the bit.
 
-    An agent ends after 2 to 6 steps, drawn for it at every reset: at the sixth it is truncated,
+    An agent ends after `shortest` to `longest` steps, drawn for it at every reset: at the longest it is truncated,
     before that terminated.
     """
 
     metadata = {"name": "parallel_game", "render_modes": []}  # noqa: RUF012
     render_mode = None
 
-    def __init__(self, longest: int = 6):
+    def __init__(self, shortest: int = 2, longest: int = 6):
+        self.shortest = shortest
         self.longest = longest
         self.possible_agents = ["a", "b", "c"]
         self.agents = []
@@ -39,7 +40,8 @@ class ParallelGame(ParallelEnv):
             self.rng = np.random.default_rng(seed)
         self.t = 0
         self.agents = list(self.possible_agents)
-        self.lengths = {agent: int(self.rng.integers(2, self.longest + 1)) for agent in self.agents}
+        lengths = self.rng.integers(self.shortest, self.longest + 1, len(self.agents)).tolist()
+        self.lengths = dict(zip(self.agents, lengths))
         return self.observe(), {agent: {} for agent in self.agents}
 
     def step(self, actions):

@@ -19,7 +19,8 @@ import pufferlib.models
 import pytest
 import scipy.stats
 import torch
-from conftest import read_metrics, train_here
+from conftest import train_here
+from reading import read_metrics
 from torch import nn
 
 import ppo_lstm_puffer as ppo
@@ -107,11 +108,13 @@ CASES = {
     "MultiDiscrete": ("TwoDials-v0", {}),
     "Gymnasium": ("CartPole-v1", {"num_envs": 8, "num_steps": 24}),
     "Dict observations": ("DictObs-v0", {}),
-    "images": ("Image-v0", {"num_steps": 8, "num_envs": 2}),
-    "PettingZoo": ("tests.parallel_game", {"num_steps": 40}),
+    "Tuple": ("Blackjack-v1", {"num_envs": 16}),
+    "images": ("Image-v0", {"num_steps": 8, "num_envs": 2, "num_workers": 1}),
+    "PettingZoo": ("tests.parallel_game", {"num_steps": 40, "num_workers": 2}),
     "multiprocessing": ("CueRecall-v0", {"num_workers": 2}),
     "native multiprocessing": ("breakout", {"env": {"frameskip": 40}, "num_workers": 2}),
-    "native MultiDiscrete": ("target", {"num_envs": 1}),  # its episodes never end
+    # Its episodes never end.
+    "native MultiDiscrete": ("target", {"num_envs": 2, "num_workers": 2, "optimizer": "adam"}),
 }
 
 
@@ -135,25 +138,23 @@ def ratio_without(record: SimpleNamespace, reset: bool = True, carry: bool = Tru
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ratio_is_one_before_first_update(case):
+def test_ratio_is_one_before_first_update_and_the_last_value_is_that_of_the_next_segment(case):
+    for record, following in itertools.pairwise(recorded(case)):  # I4, too
+        torch.testing.assert_close(record.values[-1], following.values[0], atol=1e-5, rtol=0)
     for record in recorded(case):
         torch.testing.assert_close(record.ratio, torch.ones_like(record.ratio), atol=1e-5, rtol=0)
         torch.testing.assert_close(record.new_values, record.values[:-1], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "native MultiDiscrete"])
-def test_ratio_is_not_one_if_the_resets_are_ignored(case):
-    record = recorded(case)[1]
-    assert record.reset[1:].any(), "an episode must end inside the segment"
-    assert (ratio_without(record, reset=False) - 1).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_ratio_is_not_one_if_the_state_is_not_carried_from_the_segment_before(case):
-    records = recorded(case)
-    assert not records[0].h.any()
-    assert not records[1].reset[0].all(), "an episode must go on from one segment to the next"
-    assert (ratio_without(records[1], carry=False) - 1).abs().max() > 1e-3
+def test_ratio_is_not_one_if_the_resets_are_ignored_or_the_state_is_not_carried(case):
+    first, second, _ = recorded(case)
+    if case != "native MultiDiscrete":
+        assert second.reset[1:].any(), "an episode must end inside the segment"
+        assert (ratio_without(second, reset=False) - 1).abs().max() > 1e-3
+    assert not first.h.any()
+    assert not second.reset[0].all(), "an episode must go on from one segment to the next"
+    assert (ratio_without(second, carry=False) - 1).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -186,51 +187,40 @@ def loop_over_cells(cell: nn.LSTMCell, x, h, c, dones):
     return torch.stack(outputs), h, c
 
 
-def recurrence(T=2 * ppo.UNROLL + 3, N=5, H=8):
-    """An agent's LSTM, the same as a cell, and data: inputs, a state, episode ends (some of them at
-    the first and the last step)."""
+def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradients():
+    T = 2 * ppo.UNROLL + 3
+    N = 5
+    H = 8
     agent = make_agent(hidden_size=H)
     for parameter in agent.lstm.parameters():
         nn.init.normal_(parameter, std=0.5)
     cell = nn.LSTMCell(H, H)
-    cell.load_state_dict(
-        {name.removesuffix("_l0"): value for name, value in agent.lstm.state_dict().items()}
-    )
+    state = agent.lstm.state_dict()
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in state.items()})
     x = torch.randn(T, N, H)
     h, c = torch.randn(2, N, H)
     dones = (torch.rand(T, N) < 0.3).float()
     dones[0, 0] = 1
     dones[-1, 1] = 1
-    return agent, cell, x, h, c, dones
-
-
-def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradients():
-    agent, cell, x, h, c, dones = recurrence()
+    weights = agent.lstm_weights()
     ours = x.clone().requires_grad_()
     theirs = x.clone().requires_grad_()
-    outputs = ppo.lstm_outputs(ours, h, c, dones, *agent.lstm_weights())
-    expected, _, _ = loop_over_cells(cell, theirs, h, c, dones)
-    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-5)
+    outputs, *last = ppo.lstm_forward(ours, h, c, dones, *weights)
+    expected, *state = loop_over_cells(cell, theirs, h, c, dones)
+    torch.testing.assert_close([outputs, *last], [expected, *state], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ppo.lstm_outputs(ours, h, c, dones, *weights), outputs)
     outer = torch.randn_like(outputs)
-    (outputs * outer).sum().backward()
+    (ppo.lstm_outputs(ours, h, c, dones, *weights) * outer).sum().backward()
     (expected * outer).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
     for name, parameter in cell.named_parameters():
         found = getattr(agent.lstm, f"{name}_l0").grad
         torch.testing.assert_close(found, parameter.grad, atol=1e-4, rtol=1e-5, msg=name)
-
-
-def test_policy_steps_and_the_whole_segment_end_in_the_state_of_the_loop_over_cells():
-    agent, cell, x, h, c, dones = recurrence()
+    agent.encode = lambda features: features  # the features themselves are the observations
     with torch.no_grad():
-        weights = agent.lstm_weights()
-        _, *expected = loop_over_cells(cell, x, h, c, dones)
-        _, *last = ppo.lstm_forward(x, h, c, dones, *weights)
-        torch.testing.assert_close(last, expected, atol=1e-5, rtol=1e-5)
-        agent.encode = lambda features: features  # the features themselves are the observations
         for t in range(len(x)):
             *_, h, c = ppo.act(agent, x[t], dones[t], h, c, *weights, torch.ones(5, 3))
-        torch.testing.assert_close([h, c], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close([h, c], state, atol=1e-5, rtol=1e-5)
 
 
 # I3: advantages -----------------------------------------------------------------------------------
@@ -360,13 +350,10 @@ def one_agent(values, rewards, dones, valid):
     return advantages_of(*columns, 0.5, 0.5, valid=np.array(valid, float)[:, None])[:, 0].tolist()
 
 
-def test_a_value_bootstraps_across_the_end_of_a_segment():
-    # delta = (1 + 0.5 * 4 - 2, 1 + 0.5 * 8 - 4) = (1, 1)
-    assert one_agent(values=[2, 4, 8], rewards=[1, 1], dones=[0, 0, 0], valid=[1, 1]) == [1.25, 1]
-
-
-def test_a_value_does_not_bootstrap_through_a_termination():
+def test_a_value_bootstraps_across_the_end_of_a_segment_and_not_through_a_termination():
     columns = {"values": [2, 4, 8], "rewards": [1, 1], "valid": [1, 1]}
+    # delta = (1 + 0.5 * 4 - 2, 1 + 0.5 * 8 - 4) = (1, 1)
+    assert one_agent(**columns, dones=[0, 0, 0]) == [1.25, 1]
     assert one_agent(**columns, dones=[0, 0, 1]) == [1 + 0.25 * -3 + 0, -3]
     assert one_agent(**columns, dones=[0, 1, 0]) == [-1, 1]
 
@@ -378,17 +365,9 @@ def test_a_truncated_episode_bootstraps_from_its_last_observation_only(reward, n
     values = [2, 4, next_value, 0]
     found = one_agent(values, rewards=[1, reward, 0], dones=[0, 0, 1, 0], valid=[1, 0, 1])
     assert found[:2] == [1 + 0.5 * 4 - 2, 0]
-
-
-def test_an_ignored_step_has_no_advantage_whatever_follows():
-    found = one_agent([2, 4, 8, 0], rewards=[1, 5, 9], dones=[0, 0, 0, 0], valid=[1, 0, 1])
-    assert found == [1, 0, 1]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_value_after_a_segment_is_the_first_value_of_the_next(case):
-    for record, following in itertools.pairwise(recorded(case)):
-        torch.testing.assert_close(record.values[-1], following.values[0], atol=1e-5, rtol=0)
+    # And so without an end.
+    found = one_agent(values, rewards=[1, reward, 9], dones=[0, 0, 0, 0], valid=[1, 0, 1])
+    assert found[:2] == [1 + 0.5 * 4 - 2, 0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -430,34 +409,27 @@ def sample(advantages, k: int, alpha: float, beta: float, draws: int = 1):
 
 @pytest.mark.parametrize("k", [1, 4, 9])
 @pytest.mark.parametrize("alpha", [0.0, 0.8])
-def test_segments_are_drawn_with_their_probabilities(alpha, k):
-    draws, _ = sample(ADVANTAGES, k, alpha, 1.0, 4000)
-    expected = k * SUMS**alpha / (SUMS**alpha).sum()
+def test_segments_are_drawn_with_their_probabilities_and_weigh_less_for_them(alpha, k):
+    draws, weights = sample(ADVANTAGES, k, alpha, 0.7, 4000)
+    p = SUMS**alpha / (SUMS**alpha).sum()
+    np.testing.assert_allclose(weights, (1 / (6 * p[draws])) ** 0.7, rtol=1e-4)
+    expected = k * p
     counts = nn.functional.one_hot(draws, 6).sum(1).numpy()
     assert (np.abs(counts - expected) < 1 + 1e-4).all(), "as often as expected, rounded up or down"
     error = (expected % 1 * (1 - expected % 1) / 4000) ** 0.5
     assert (np.abs(counts.mean(0) - expected) <= 4 * error + 1e-4).all()
 
 
-def test_weights_are_one_over_the_probability_to_the_power_beta():
-    index, weights = sample(ADVANTAGES, 4, 0.8, 0.7, 10)
-    p = SUMS**0.8 / (SUMS**0.8).sum()
-    np.testing.assert_allclose(weights, (1 / (6 * p[index])) ** 0.7, rtol=1e-4)
-
-
+@pytest.mark.parametrize(
+    ("numbers", "alpha"), [(torch.randn, 0.0), (torch.zeros, 0.8)], ids=["alpha 0", "no advantages"]
+)
 @pytest.mark.parametrize("k", [3, 64])
-def test_alpha_zero_is_uniform_and_takes_no_segment_twice(k):
+def test_without_alpha_or_advantages_sampling_is_uniform_and_takes_none_twice(numbers, alpha, k):
     torch.manual_seed(2)
-    index, importance = sample(torch.randn(4, 64), k, 0.0, 0.7, 200)
+    index, importance = sample(numbers(4, 64), k, alpha, 0.7, 200)
     assert all(len(set(draw)) == k for draw in index.tolist())
     torch.testing.assert_close(importance, torch.ones(200, k))
     assert scipy.stats.chisquare(index.flatten().bincount(minlength=64)).pvalue > 1e-3
-
-
-def test_segments_without_any_advantage_are_sampled_uniformly():
-    index, importance = sample(torch.zeros(4, 8), 8, 0.8, 1.0)
-    assert sorted(index[0].tolist()) == list(range(8))
-    torch.testing.assert_close(importance[0], torch.ones(8))
 
 
 def batch(T=4, N=16, valid=None):
@@ -498,8 +470,8 @@ def test_with_beta_one_policy_value_and_entropy_terms_are_unbiased(valid):
     everything, _ = ppo.draw_minibatch(*tensors, torch.rand(17), 1.0, whole)
     assert sorted(everything.segments.tolist()) == list(range(16))
     uniform = torch.rand(3000, 17)
-    draws = [ppo.draw_minibatch(*tensors, numbers, 1.0, args)[0] for numbers in uniform]
-    found = torch.stack([terms(minibatch) for minibatch in draws])
+    draw = functools.partial(ppo.draw_minibatch, *tensors, beta=1.0, args=args)
+    found = torch.vmap(lambda numbers: terms(draw(numbers)[0]))(uniform)
     error = found.std(0) / len(found) ** 0.5
     expected = terms(everything)
     assert ((found.mean(0) - expected).abs() < 4 * error + 1e-7).all()
@@ -571,7 +543,7 @@ def pixels(shape):
 
 
 @pytest.mark.parametrize("shape", [(84, 84, 12), (4, 84, 84), (84, 84)])
-def test_images_go_through_convolutions_whatever_their_channels(shape):
+def test_images_go_through_convolutions_whatever_their_channels_but_for_small_ones(shape):
     space, images = pixels(shape)
     agent = make_agent(space=space)
     if len(shape) == 2:
@@ -583,12 +555,9 @@ def test_images_go_through_convolutions_whatever_their_channels(shape):
     features = agent.encode(images.view(2, 3, *shape))
     assert features.shape == (2, 3, 8)
     assert len(features.flatten(0, 1).unique(dim=0)) == 6, "each image has features of its own"
-
-
-def test_small_images_are_scaled_and_flattened_and_smaller_grids_are_names():
-    space, images = pixels((32, 32, 3))
+    space, images = pixels((32, 32, 3))  # small: scaled and flattened
     torch.testing.assert_close(make_agent(space=space).flatten(images), images.flatten(1) / 255)
-    space, grids = pixels((7, 7, 3))
+    space, grids = pixels((7, 7, 3))  # smaller: a grid of names
     torch.testing.assert_close(make_agent(space=space).flatten(grids), grids.flatten(1).float())
 
 

@@ -9,7 +9,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, end_of, newest_run, run_script
+from conftest import ROOT, run_script
+from reading import end_of, newest_run
 
 import ppo_lstm_puffer as ppo
 

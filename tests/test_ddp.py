@@ -1,5 +1,7 @@
-"""The data-parallel script under a real torchrun: equal to one process; files, resuming, signals,
-ranks that are lost or hang, two hosts."""
+"""The data-parallel script: equal to one process; files, resuming, signals, ranks that hang.
+
+What torchrun does is tested under a real one; the rest has ranks that are started as it would.
+"""
 
 import contextlib
 import functools
@@ -10,27 +12,26 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import uuid
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     PYTHON,
     ROOT,
     SCRIPT,
     SMALL,
-    alive,
-    end_of,
     environment,
-    newest_run,
-    read_metrics,
     run_script,
     start_script,
     succeed,
     wait_for,
-    without_clock,
 )
+from reading import alive, checkpoint, end_of, newest_run, read_metrics, without_clock
 
 import ppo_lstm_puffer_ddp as ddp
 
@@ -41,14 +42,44 @@ END = 8192
 LONG = ["--total-timesteps", "100_000_000", "--checkpoint-interval", "8"]
 
 
-def torchrun(*options, ranks: int = 2) -> list[str]:
-    base = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1"]
-    return [*PYTHON, *base, *options]
+@contextlib.contextmanager
+def started_ranks(*arguments, cwd, ranks: int = 2, job=None, script=DDP, env=None, **options):
+    """Ranks with the variables and the store that torchrun gives them, but started in no time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex,
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(ranks),
+    }
+    processes = []
+    for rank in range(ranks):
+        variables = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        options["env"] = environment() | (env or {}) | variables
+        processes.append(start_script(*arguments, *CPU, cwd=cwd, script=script, **options))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def run_ranks(*arguments, cwd, ranks: int = 2, options=(), script=DDP, **more):
-    launcher = torchrun(*options, ranks=ranks)
-    return run_script(*arguments, *CPU, cwd=cwd, launcher=launcher, script=script, **more)
+def run_ranks(*arguments, cwd, **options) -> SimpleNamespace:
+    """Runs ranks to their end. If one fails, the others are ended, as torchrun does it."""
+    deadline = time.monotonic() + 300
+    with started_ranks(*arguments, cwd=cwd, **options) as processes:
+        while any(process.poll() is None for process in processes):
+            assert time.monotonic() < deadline, "timeout"
+            if any(process.poll() for process in processes):
+                for process in processes:
+                    process.terminate()
+            time.sleep(0.02)
+        outputs = [process.communicate() for process in processes]
+    code = max(abs(process.returncode) for process in processes)
+    stdout, stderr = map("".join, zip(*outputs))
+    return SimpleNamespace(returncode=code, stdout=stdout, stderr=stderr)
 
 
 train = functools.partial(succeed, runner=run_ranks)
@@ -60,10 +91,6 @@ def errors(output: str) -> list[str]:
 
 def steps_of(run: pathlib.Path) -> list[int]:
     return [row["step"] for row in read_metrics(run)]
-
-
-def checkpoint(run: pathlib.Path) -> dict:
-    return ddp.load_checkpoint(str(run), "")
 
 
 @pytest.fixture(scope="module")
@@ -116,59 +143,22 @@ def test_gradients_and_parameters_are_those_of_the_reference(same_data, ranks):
             torch.testing.assert_close(other["state"][name], expected, rtol=1e-4, atol=2e-5)
 
 
-def test_metrics_of_two_ranks_are_those_of_the_reference(same_data):
-    two = same_data["two"].metrics
-    for row, expected in zip(two, same_data["reference"].metrics, strict=True):
+def test_two_ranks_log_what_the_reference_does_and_each_has_its_own_max_minibatch_size(same_data):
+    two = same_data["two"]
+    for row, expected in zip(two.metrics, same_data["reference"].metrics, strict=True):
         for key in (key for key in expected if key.startswith(("losses/", "step", "learning"))):
             assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
         assert row["env/rank"] == 0.5  # logged by each rank's environments as its number
-
-
-def test_max_minibatch_size_is_of_one_rank(same_data):
     # 128 steps are two chunks of 64 for one process, and one for each of two ranks.
     assert [rank["chunks"] for rank in same_data["one"].ranks] == [12]
-    assert [rank["chunks"] for rank in same_data["two"].ranks] == [6, 6]
+    assert [rank["chunks"] for rank in two.ranks] == [6, 6]
 
 
 def test_ranks_have_the_same_parameters_to_the_bit_even_if_one_errs(same_data, tmp_path):
-    options = {"env": environment() | {"DRIFT": "1"}}
-    drifted = train_on_same_data("ppo_lstm_puffer_ddp", run_ranks, tmp_path, **options)
+    drifted = train_on_same_data("ppo_lstm_puffer_ddp", run_ranks, tmp_path, env={"DRIFT": "1"})
     for result in same_data["two"], drifted:
         first, second = (rank["state"] for rank in result.ranks)
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def draw_on_two_ranks(beta: float, k: int, norm_adv: bool):
-    """A function that draws a minibatch, k of 12 segments on each of two ranks, of which one has
-    ten times the rewards; and the advantages of all segments."""
-    torch.manual_seed(0)
-    args = ddp.Args(norm_adv=norm_adv, num_steps=4, minibatch_size=k * 4)
-    batches = []
-    advantages = []
-    for scale in 0.3, 3.0:
-        values = torch.randn(5, 12)
-        rewards = scale * torch.randn(4, 12)
-        dones = (torch.rand(5, 12) < 0.2).float()
-        batches.append((values, rewards, dones, torch.ones(5, 12), torch.rand(4, 12) + 0.5))
-        _, _, _, valid, ratio = batches[-1]
-        advantages.append(ddp.compute_advantages(values, rewards, dones, valid[1:], ratio, args))
-
-    def draw() -> list[ddp.Minibatch]:
-        more = torch.tensor(beta), args
-        drawn = [ddp.draw_minibatch(*batch, torch.rand(13), *more) for batch in batches]
-        shares, totals = zip(*drawn)
-        return [ddp.weigh(share, sum(totals), args) for share in shares]
-
-    return draw, torch.cat(advantages, 1)
-
-
-def test_advantages_are_normalized_by_the_statistics_of_all_ranks():
-    draw, advantages = draw_on_two_ranks(0.0, 12, norm_adv=True)
-    expected = (advantages - advantages.mean()) / advantages.std(correction=0)
-    for rank, share in enumerate(draw()):
-        of_rank = expected[:, 12 * rank :]
-        torch.testing.assert_close(share.advantages, of_rank[:, share.segments])
-        assert share.weight.sum() == pytest.approx(0.5)
 
 
 def test_statistics_of_returns_far_from_zero_are_not_lost_to_rounding():
@@ -185,11 +175,27 @@ def test_statistics_of_returns_far_from_zero_are_not_lost_to_rounding():
 
 
 def test_draws_of_unequal_ranks_stand_for_all_segments():
-    # With beta 1 a weighted sum over the minibatch is an unbiased mean of all ranks' segments.
-    draw, advantages = draw_on_two_ranks(1.0, 4, norm_adv=False)
+    """With beta 1 a weighted sum over the minibatch is an unbiased mean of all ranks' segments, of
+    which those of one have ten times the rewards."""
+    torch.manual_seed(0)
+    args = ddp.Args(norm_adv=False, num_steps=4, minibatch_size=16)
+    batches = []
+    advantages = []
+    for scale in 0.3, 3.0:
+        values = torch.randn(5, 12)
+        rewards = scale * torch.randn(4, 12)
+        dones = (torch.rand(5, 12) < 0.2).float()
+        batches.append((values, rewards, dones, torch.ones(5, 12), torch.rand(4, 12) + 0.5))
+        _, _, _, valid, ratio = batches[-1]
+        advantages.append(ddp.compute_advantages(values, rewards, dones, valid[1:], ratio, args))
+    advantages = torch.cat(advantages, 1)
 
     def estimate():
-        return sum((share.weight * share.advantages).sum() for share in draw())
+        more = torch.tensor(1.0), args
+        drawn = [ddp.draw_minibatch(*batch, torch.rand(13), *more) for batch in batches]
+        shares, totals = zip(*drawn)
+        weighed = [ddp.weigh(share, sum(totals), args) for share in shares]
+        return sum((share.weight * share.advantages).sum() for share in weighed)
 
     estimates = torch.stack([estimate() for _ in range(1000)])
     error = estimates.std() / len(estimates) ** 0.5
@@ -245,13 +251,12 @@ def test_checkpoint_of_two_ranks_resumes_on_three_on_one_and_in_the_reference(fi
 
 
 def test_time_limit_ends_all_ranks_and_the_job_given_again_goes_on(tmp_path):
-    job = ["--rdzv-id=again", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     arguments = [*LONG, "--time-limit", "0.3", "--log-interval", "1"]
-    run = train(*arguments, cwd=tmp_path, options=job)
+    run = train(*arguments, cwd=tmp_path, job="again")
     assert run.name == "breakout__ppo_lstm_puffer_ddp__1__again"
     assert end_of(run)["exit_reason"] == "time_limit"
     before = steps_of(run)
-    assert train(*arguments, cwd=tmp_path, options=job) == run
+    assert train(*arguments, cwd=tmp_path, job="again") == run
     after = steps_of(run)
     assert end_of(run)["exit_reason"] == "time_limit"
     assert len(after) > len(before) and after == list(range(256, after[-1] + 1, 256))
@@ -352,7 +357,8 @@ def start(tmp_path):
     def start_job(*arguments, options=(), ranks=2, output="output"):
         with open(tmp_path / output, "w") as file:
             pipes = {"stdout": file, "stderr": file, "env": environment()}
-            launcher = torchrun(*options, ranks=ranks)
+            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+            launcher = [*PYTHON, *torchrun, "--local-addr=127.0.0.1", *options]
             where = {"cwd": tmp_path, "script": DDP, "launcher": launcher}
             job = start_script(*arguments, *CPU, start_new_session=True, **where, **pipes)
         started.append(job)
@@ -373,41 +379,33 @@ def first_checkpoint(folder: pathlib.Path, job) -> pathlib.Path:
     return wait_for(lambda: [*folder.glob("runs/*/trainer_state.pt")], job)[0].parent
 
 
-def first_step_of_each_start(output: pathlib.Path) -> list[int]:
-    """The step of the first line after each `run: ...`."""
-    starts = output.read_text().split("run: runs/")[1:]
-    lines = [[line for line in start.splitlines() if line.startswith("step=")] for start in starts]
-    return [int(start[0].split()[0][5:]) for start in lines if start]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_restarts_the_job_from_its_last_checkpoint(start, tmp_path, victim):
+def test_killed_rank_restarts_the_job_from_its_last_checkpoint(start, tmp_path):
     arguments = ["--total-timesteps", END, "--checkpoint-interval", "4"]
     job = start(*arguments, options=["--max-restarts=1"])
     run = first_checkpoint(tmp_path, job)
     first = ranks_of(job)
     step = checkpoint(run)["step"]
-    first[victim].kill()
+    first[0].kill()  # rank 1: two torchruns, below
     assert job.wait(180) == 0
     assert end_of(run)["exit_reason"] == "completed"
     assert list(tmp_path.glob("runs/*")) == [run]
     assert steps_of(run) == list(range(256, END + 1, 256))
-    _, restarted = first_step_of_each_start(tmp_path / "output")
-    assert restarted > step
+    _, _, restarted = (tmp_path / "output").read_text().split("run: runs/")
+    assert int(restarted.partition("\nstep=")[2].split()[0]) > step
     assert not alive(first.values(), 10)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_what_one_rank_is_told_all_do(start, tmp_path, signum):
-    job = start(*LONG)
-    run = first_checkpoint(tmp_path, job)
-    ranks = ranks_of(job)
-    ranks[1].send_signal(signum)
-    assert job.wait(60) != 0
+def test_what_one_rank_is_told_all_do(tmp_path, signum):
+    with started_ranks(*LONG, cwd=tmp_path) as ranks:
+        run = first_checkpoint(tmp_path, ranks[0])
+        ranks[1].send_signal(signum)
+        stderr = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [128 + signum] * 2
     end = end_of(run)
     assert end["exit_reason"] == signum.name.lower()
     assert checkpoint(run)["step"] == end["step"] == steps_of(run)[-1]
-    assert not alive(ranks.values(), 10) and not errors((tmp_path / "output").read_text())
+    assert not errors("".join(stderr))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
@@ -421,7 +419,7 @@ def test_torchrun_that_ends_leaves_a_checkpoint_and_no_process(start, tmp_path, 
     end = end_of(run)
     assert end["exit_reason"] == ("sighup" if signum == signal.SIGHUP else "sigterm")
     assert checkpoint(run)["step"] == end["step"]
-    assert len(first_step_of_each_start(tmp_path / "output")) == 1  # told to stop, it stays so
+    assert (tmp_path / "output").read_text().count("run: runs/") == 1  # told to stop, it stays so
 
 
 def importing(job) -> dict[int, psutil.Process]:
@@ -438,21 +436,24 @@ def test_ranks_of_a_torchrun_that_is_killed_while_they_import_end(start, tmp_pat
     assert not alive(ranks.values(), 15)
 
 
-@pytest.mark.parametrize("when, victim", [("importing", 0), ("training", 1)])
-def test_rank_that_hangs_is_noticed(start, tmp_path, when, victim):
+def test_rank_that_hangs_while_it_imports_is_noticed(start, tmp_path):
     job = start(*LONG, "--dist-timeout", "4")
-    if when == "training":
-        run = first_checkpoint(tmp_path, job)
-        ranks = ranks_of(job)
-    else:
-        ranks = wait_for(lambda: importing(job), job)
-    ranks[victim].suspend()
-    assert not alive([ranks[1 - victim]], 60)
-    ranks[victim].resume()  # or torchrun kills it 30 s later
+    ranks = wait_for(lambda: importing(job), job)
+    ranks[0].suspend()
+    assert not alive([ranks[1]], 60)
+    ranks[0].resume()  # or torchrun kills it 30 s later
     assert job.wait(60) != 0 and not alive(ranks.values(), 1)
     assert errors((tmp_path / "output").read_text())
-    if when == "training":
-        assert "gloo" in end_of(run)["exit_reason"]
+
+
+def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
+    with started_ranks(*LONG, "--dist-timeout", "4", cwd=tmp_path) as (first, second):
+        run = first_checkpoint(tmp_path, first)
+        second.send_signal(signal.SIGSTOP)
+        _, stderr = first.communicate(timeout=60)
+        second.send_signal(signal.SIGCONT)
+        assert (first.returncode, second.wait(60)) == (1, 1)
+    assert errors(stderr) and "gloo" in end_of(run)["exit_reason"]
 
 
 def test_diverged_job_ends_on_every_rank(tmp_path):

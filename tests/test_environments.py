@@ -12,19 +12,8 @@ import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import end_of, newest_run, run_script
-from gymnasium.spaces import (
-    Box,
-    Dict,
-    Discrete,
-    Graph,
-    MultiBinary,
-    MultiDiscrete,
-    OneOf,
-    Sequence,
-    Text,
-    Tuple,
-)
+from conftest import ROOT
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
 from pettingzoo import ParallelEnv
 from pufferlib import adapters
 
@@ -78,7 +67,7 @@ OBSERVATIONS = {
     "pixels": (Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 7, np.uint8), np.full((8, 8), 7)),
     "Discrete": (Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
     "MultiDiscrete": (MultiDiscrete([2, 2], start=[5, -1]), [6, -1], [0, 1, 1, 0]),
-    "MultiBinary": (MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
+    "MultiBinary": (gym.spaces.MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
     "Dict, sorted": (Dict({"b": UNIT, "a": Discrete(2)}), {"b": [0.25], "a": 1}, [0, 1, 0.25]),
     "nested": (
         Dict(a=Tuple((Discrete(2), Dict(z=UNIT, y=Box(0, 2, ())))), b=Box(0, 1, (1, 2))),
@@ -112,7 +101,7 @@ def test_a_choice_is_shown_alone():
 
 
 def test_text_is_left_out_and_said_so_once(capfd):
-    space = Tuple((Text(9), Dict(a=UNIT, mission=Text(9))))
+    space = Tuple((gym.spaces.Text(9), Dict(a=UNIT, mission=gym.spaces.Text(9))))
     envs = adapted(num_envs=2, observation=("go", {"a": [0.5], "mission": "on"}), space=space)
     np.testing.assert_array_equal(envs.reset(seed=1)[0], [[0.5], [0.5]])
     assert capfd.readouterr().err.count("is text, and left out") == 2
@@ -121,11 +110,11 @@ def test_text_is_left_out_and_said_so_once(capfd):
 @pytest.mark.parametrize(
     ("spaces", "named"),
     [
-        ({"space": Text(9)}, "Text"),
-        ({"space": OneOf((UNIT, Discrete(2)))}, "OneOf"),
-        ({"space": Dict(a=UNIT, b=Graph(UNIT, None))}, "Graph"),
-        ({"space": Dict(mission=Text(9))}, "number"),
-        ({"acts": Sequence(Discrete(2))}, "Sequence"),
+        ({"space": gym.spaces.Text(9)}, "Text"),
+        ({"space": gym.spaces.OneOf((UNIT, Discrete(2)))}, "OneOf"),
+        ({"space": Dict(a=UNIT, b=gym.spaces.Graph(UNIT, None))}, "Graph"),
+        ({"space": Dict(mission=gym.spaces.Text(9))}, "number"),
+        ({"acts": gym.spaces.Sequence(Discrete(2))}, "Sequence"),
         ({"acts": Dict(a=Discrete(2), b=UNIT)}, "Box"),
     ],
 )
@@ -138,8 +127,8 @@ ACTIONS = {
     "Discrete": (Discrete(3, start=-1), [2], 1),
     "MultiDiscrete": (MultiDiscrete([3, 2], start=[-1, 5]), [0, 1], [-1, 6]),
     "MultiDiscrete, matrix": (MultiDiscrete([[2, 3], [4, 5]]), [1, 2, 3, 4], [[1, 2], [3, 4]]),
-    "MultiBinary": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
-    "Tuple": (Tuple((Discrete(2, start=5), MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
+    "MultiBinary": (gym.spaces.MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
+    "Tuple": (Tuple((Discrete(2, start=5), gym.spaces.MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
     "nested": (Tuple((Dict(a=Discrete(2)), Discrete(3))), [1, 2], ({"a": 1}, 2)),
     "Box": (Box(-1, 1, (2, 3)), [0, 0.5, 1, 0, -0.5, 9], [[0, 0.5, 1], [0, -0.5, 1]]),
     "Box, no shape": (Box(-1, 1, ()), [0.5], 0.5),
@@ -255,11 +244,6 @@ def rollout(vecenv, steps: int, action: int = 0) -> tuple[np.ndarray, ppo.Envs]:
     return np.array(rows), envs
 
 
-def test_episodes_of_one_step_count():
-    _, envs = rollout(adapted(reward=1.0, length=1), 5)
-    assert envs.episodes == [(0, 1, 1), (0, 1, 1)]
-
-
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "returned", "length"),
     [
@@ -366,17 +350,6 @@ def test_agents_with_unlike_spaces_are_refused():
 
 
 @pytest.fixture
-def register(monkeypatch):
-    """Registers an environment for this test alone, as Its-v0."""
-
-    def register(entry_point):
-        spec = gym.envs.registration.EnvSpec("Its-v0", entry_point)
-        monkeypatch.setitem(gym.registry, "Its-v0", spec)
-
-    return register
-
-
-@pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The current folder, and an empty one."""
     monkeypatch.chdir(tmp_path)
@@ -400,7 +373,11 @@ def test_a_module_of_the_current_folder_is_found(folder):
         adapters.make("broken_game:Here-v0", {}, 2, 0, 1)
 
 
-def test_arguments_reach_the_environment_or_are_refused(register):
+def test_arguments_reach_the_environment_or_are_refused(monkeypatch):
+    def register(entry_point):  # for this test alone
+        spec = gym.envs.registration.EnvSpec("Its-v0", entry_point)
+        monkeypatch.setitem(gym.registry, "Its-v0", spec)
+
     def its_own(num_envs=0, seed=0, buf=0):  # names that PufferLib uses too
         return Scripted(observation=[num_envs, seed, buf], space=Box(0, 9, (3,)))
 
@@ -472,33 +449,11 @@ def test_on_a_gpu_workers_are_many_even_and_divide_the_environments(
     assert args.num_workers == num_workers
 
 
-# Whole runs ---------------------------------------------------------------------------------------
-
-TINY = "--num-envs 4 --num-steps 8 --minibatch-size 16 --update-epochs 0.1 --hidden-size 16"
-TINY = f"{TINY} --precision float32 --no-compile --log-interval 1".split()
-
-
-@pytest.mark.parametrize(
-    ("env_id", "arguments", "agents"),
-    [
-        ("target", "--num-workers 2 --optimizer adam", 32),  # MultiDiscrete
-        ("drone", "--num-workers 2", 4),  # Box
-        ("environments:Image-v0", "--num-workers 1", 4),
-        ("tests.parallel_game", "--num-workers 2", 12),
-        ("Blackjack-v1", "--norm-obs --norm-rewards", 4),
-    ],
-)
-def test_environment_trains(env_id, arguments, agents, tmp_path):
-    steps = 2 * agents * 8
-    words = ["--env-id", env_id, *TINY, "--total-timesteps", steps, *arguments.split()]
-    result = run_script(*words, cwd=tmp_path, small=False)
-    assert result.returncode == 0, result.stderr
-    end = end_of(newest_run(tmp_path))
-    assert (end["exit_reason"], end["iteration"], end["step"]) == ("completed", 2, steps)
+# Examples ---------------------------------------------------------------------------------------
 
 
 def test_the_wrapper_of_the_docs_does_what_it_says(folder):
-    page = pathlib.Path(ppo.__file__).parent / "docs" / "environments.md"
+    page = ROOT / "docs" / "environments.md"
     (grid,) = re.findall(r"^```py\n([^`]*ImgObsWrapper[^`]*)^```", page.read_text(), re.M)
     pathlib.Path("my_grid.py").write_text(grid)
     for kwargs in {}, {"name": "MiniGrid-MemoryS11-v0"}:
@@ -522,3 +477,13 @@ def test_atari_a_life_is_an_episode_and_the_score_is_the_games():
     assert lives == 5
     assert info["episode"]["r"] == rewards
     assert env.unwrapped.ale.lives() == 5, "a new game has begun"
+
+
+PRESETS = sorted(ROOT.glob("configs/*.yaml"))
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_preset_fits_its_environment(path):
+    args, _ = ppo.parse_args(["--config", str(path)])
+    with contextlib.closing(ppo.make_envs(args, 1)) as envs:
+        assert args.minibatch_size <= envs.num_agents * args.num_steps

@@ -61,27 +61,6 @@ def optimizers_on_meta(agent, args, original=ppo.make_optimizers):
     return optimizers[:1]
 
 
-@pytest.fixture
-def on_a_fake_gpu(monkeypatch, tmp_path):
-    """train() on fake tensors of the device `meta`, which have shapes and types but no numbers, as
-    if it were a GPU's. Raises Done if all is well."""
-
-    def train(args, *rest, original=ppo.train):
-        args.device = Recording("meta")
-        with FakeTensorMode():
-            original(args, *rest)
-
-    def run(**arguments):
-        monkeypatch.setattr(Once, "functions", ())
-        monkeypatch.setattr(ppo, "CudaGraph", Once)
-        monkeypatch.setattr(ppo, "Agent", agent_on_meta)
-        monkeypatch.setattr(ppo, "make_optimizers", optimizers_on_meta)
-        monkeypatch.setattr(ppo, "train", train)
-        train_here(tmp_path, **arguments)
-
-    return run
-
-
 CASES = [
     {},
     {"precision": "bfloat16"},
@@ -93,9 +72,22 @@ CASES = [
 
 
 @pytest.mark.parametrize("arguments", CASES, ids=str)
-def test_update_and_policy_step_stay_on_the_gpu_and_never_wait_for_it(on_a_fake_gpu, arguments):
+def test_update_and_policy_step_stay_on_the_gpu_and_never_wait(monkeypatch, tmp_path, arguments):
+    """On fake tensors of the device `meta`, which have shapes and types but no numbers, as if it
+    were a GPU's."""
+
+    def train(args, *rest, original=ppo.train):
+        args.device = Recording("meta")
+        with FakeTensorMode():
+            original(args, *rest)
+
+    monkeypatch.setattr(Once, "functions", ())
+    monkeypatch.setattr(ppo, "CudaGraph", Once)
+    monkeypatch.setattr(ppo, "Agent", agent_on_meta)
+    monkeypatch.setattr(ppo, "make_optimizers", optimizers_on_meta)
+    monkeypatch.setattr(ppo, "train", train)
     with pytest.raises(Done):
-        on_a_fake_gpu(**arguments)
+        train_here(tmp_path, **arguments)
 
 
 class Replayed:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import ROOT, newest_run, read_metrics, run_script, signals_kept
+from conftest import ROOT, signals_kept, succeed
+from reading import final, newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
 
@@ -13,9 +14,9 @@ CARTPOLE = f"""{TRAIN} --env-id cartpole --num-envs 128 --num-steps 16 --minibat
     --ent-coef 0.01""".split()
 RECALL = f"""{TRAIN} --num-envs 32 --num-steps 12 --minibatch-size 192 --gamma 0.95
     --learning-rate 0.03 --ent-coef 0.01 --vf-coef 2"""
-CUE_RECALL = f"{RECALL} --env-id envs.probes:CueRecall-v0 --total-timesteps 50000".split()
+CUE_RECALL = f"{RECALL} --env-id envs.probes:CueRecall-v0 --total-timesteps 35000".split()
 # Nothing shows where an episode begins: one task for the state's reset and for its carry.
-HIDDEN_START = f"{RECALL} --env-id envs.probes:HiddenStart-v0 --total-timesteps 80000".split()
+HIDDEN_START = f"{RECALL} --env-id envs.probes:HiddenStart-v0 --total-timesteps 50000".split()
 # The first action decides the reward 128 steps later: credit goes through two bootstrapped values.
 FAR_REWARD = f"""{TRAIN} --env-id envs.probes:FarReward-v0 --env.shown 128 --num-envs 64
     --num-steps 64 --minibatch-size 1024 --total-timesteps 200000 --gamma 0.999 --gae-lambda 0.95
@@ -25,23 +26,14 @@ BREAKOUT = """--env-id breakout --num-envs 256 --total-timesteps 500000 --hidden
     --no-compile --learning-rate 0.015 --anneal linear"""
 
 
-def final(run, key: str, lines: int = 3) -> float:
-    """Mean of a metric over the last log lines that have it."""
-    values = [row[key] for row in read_metrics(run) if key in row][-lines:]
-    return sum(values) / len(values)
-
-
-def learn(*arguments, cwd, **options):
-    """The folder of a run that came to its end."""
-    result = run_script(*arguments, cwd=cwd, small=False, **options)
-    assert result.returncode == 0, result.stderr
-    return newest_run(cwd)
+def learn(*arguments, cwd, **options) -> list[dict]:
+    return read_metrics(succeed(*arguments, cwd=cwd, small=False, **options))
 
 
 def test_cartpole_is_solved(tmp_path):
     # As Gym has always said it: a mean of 195, of 200 steps at most, over a hundred episodes in a
     # row. A log line has two hundred.
-    rows = read_metrics(learn(*CARTPOLE, cwd=tmp_path))
+    rows = learn(*CARTPOLE, cwd=tmp_path)
     assert max(row["env/score"] for row in rows if "env/score" in row) >= 195
 
 
@@ -49,8 +41,8 @@ def test_cartpole_is_solved(tmp_path):
 def test_cue_recall_is_solved_with_memory_in_either_precision(tmp_path, precision):
     """I9: bfloat16 learns what float32 learns. Four cues: 1 is perfect, 0.25 the best expectation
     without memory."""
-    run = learn(*CUE_RECALL, "--precision", precision, cwd=tmp_path)
-    assert final(run, "episodic_return") >= 0.95
+    rows = learn(*CUE_RECALL, "--precision", precision, cwd=tmp_path)
+    assert final(rows, "episodic_return") >= 0.95
 
 
 def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_path, monkeypatch):
@@ -61,7 +53,7 @@ def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_pat
     monkeypatch.chdir(tmp_path)
     with signals_kept():
         assert ppo.main(*ppo.parse_args(CUE_RECALL)) == 0
-    assert final(newest_run(tmp_path), "episodic_return") <= 0.4
+    assert final(read_metrics(newest_run(tmp_path)), "episodic_return") <= 0.4
 
 
 def test_hidden_start_is_solved(tmp_path):
@@ -73,8 +65,8 @@ def test_hidden_start_is_not_solved_without_reset_or_carry(tmp_path, part, least
     # At best 0.25 without knowing where episodes begin, and 0.75 where a segment's end, each 12
     # steps, falls before the fourth step.
     script = ROOT / "benchmark/ablate.py"
-    run = learn("--without", part, *HIDDEN_START, cwd=tmp_path, script=script)
-    assert least <= final(run, "episodic_return") <= most
+    rows = learn("--without", part, *HIDDEN_START, cwd=tmp_path, script=script)
+    assert least <= final(rows, "episodic_return") <= most
 
 
 def test_a_reward_128_steps_later_is_credited_with_segments_of_64(tmp_path):

@@ -10,11 +10,13 @@ import sys
 
 import gymnasium as gym
 import numpy as np
-import pettingzoo
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, SMALL, newest_run, read_metrics, signals_kept
+from conftest import ROOT, SCRIPT, SMALL, signals_kept
+from environments import Task
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from parallel_game import ParallelGame
+from reading import final, newest_run, read_metrics
 from torch import nn
 
 from envs.probes import Episode
@@ -60,21 +62,21 @@ class Repeat(Episode):
         return self.observe(), float(won), won or action != 1, False, {}
 
 
-class Name(Episode):
+class Name(Task):
     """Reward 1 for taking action `right`, four times. The observation is `width` zeros."""
 
     def __init__(self, right: int = 0, width: int = 2, actions: int = 2):
+        super().__init__()
         self.right = right
         self.observation_space = Box(-1, 1, (width,), np.float32)
         self.action_space = Discrete(actions)
 
-    def step(self, action):
+    def reward(self, action):
         assert action in self.action_space
-        self.t += 1
-        return self.observe(), float(action == self.right), self.t == 4, False, {}
+        return action == self.right
 
 
-class Tile(Episode):
+class Tile(Task):
     """A 3 x 3 grid, empty but for a tile of 0 to 7 in the middle: reward 1 for its parity."""
 
     observation_space = Box(0, 7, (3, 3), np.int8)
@@ -85,10 +87,8 @@ class Tile(Episode):
         self.grid[1, 1] = self.np_random.integers(8)
         return self.grid
 
-    def step(self, action):
-        reward = float(action == self.grid[1, 1] % 2)
-        self.t += 1
-        return self.observe(), reward, self.t == 4, False, {}
+    def reward(self, action):
+        return action == self.grid[1, 1] % 2
 
 
 class Doors(Episode):
@@ -112,7 +112,7 @@ class Doors(Episode):
         return self.observe(), reward, closed or self.t == 4, False, {}
 
 
-class Scene(Episode):
+class Scene(Task):
     """An image, bright on one side, among other numbers; `lamp` swaps the side that is asked for."""
 
     observation_space = Dict(
@@ -129,44 +129,24 @@ class Scene(Episode):
         clock = np.array([1000 + self.t, 0.5], np.float32)
         return {"clock": clock, "picture": picture, "zlamp": lamp}
 
-    def step(self, action):
-        reward = float(action == self.right)
-        self.t += 1
-        return self.observe(), reward, self.t == 4, False, {}
+    def reward(self, action):
+        return action == self.right
 
 
-class Duel(pettingzoo.ParallelEnv):
+class Duel(ParallelGame):
     """Two agents name one of three numbers; the higher gets 1, the lower -1; four rounds."""
 
-    metadata = {"name": "duel", "render_modes": []}  # noqa: RUF012
-    render_mode = None
-
     def __init__(self):
+        super().__init__(shortest=4, longest=4)
         self.possible_agents = ["a", "b"]
-        self.agents = []
-
-    def observation_space(self, agent):
-        return Box(0, 1, (1,), np.float32)
 
     def action_space(self, agent):
         return Discrete(3)
 
-    def observe(self):
-        return {agent: np.zeros(1, np.float32) for agent in self.possible_agents}
-
-    def reset(self, seed=None, options=None):
-        self.t = 0
-        self.agents = list(self.possible_agents)
-        return self.observe(), {agent: {} for agent in self.agents}
-
     def step(self, actions):
-        self.t += 1
-        agents = self.agents
-        over = self.t == 4
+        observations, _, *rest = super().step(actions)
         won = float(np.sign(int(actions["a"]) - int(actions["b"])))
-        self.agents = [] if over else agents
-        ends = dict.fromkeys(agents, over), dict.fromkeys(agents, False)
-        return self.observe(), {"a": won, "b": -won}, *ends, {agent: {} for agent in agents}
+        return observations, {"a": won, "b": -won}, *rest
 
 
 parallel_env = Duel  # of --env-id test_recipes
@@ -241,15 +221,6 @@ def agent_of(module, observation_space, action_space):
     return module.Agent(observation_space, action_space, args)
 
 
-def last_checkpoint() -> dict[str, torch.Tensor]:
-    """The newest model in the working folder."""
-    return torch.load(max(newest_run(".").glob("model_*.pt")))
-
-
-def final(rows: list[dict], key: str) -> float:
-    return float(np.mean([row[key] for row in rows if key in row][-3:]))
-
-
 @pytest.mark.parametrize(
     ("names", "flags"),
     [
@@ -257,7 +228,7 @@ def final(rows: list[dict], key: str) -> float:
         pytest.param(["mingru", "action_masks"], RUNS["action_masks"], id="masks and mingru"),
     ],
 )
-def test_ratio_is_one_before_a_segments_first_update(names, flags, fork, train, record):
+def test_ratio_is_one_in_a_first_update_and_after_a_resume(names, flags, fork, train, record):
     """I1, with episode ends inside eight segments and states carried from one to the next."""
 
     def ratio(result, *arguments):
@@ -268,15 +239,10 @@ def test_ratio_is_one_before_a_segments_first_update(names, flags, fork, train, 
     rows = train(fork(*names), FIRST_UPDATES, flags)
     assert len(rows) == len(ratios) == 8
     assert any("episodic_return" in row for row in rows)
+    rows = train(fork(*names), "--resume latest --total-timesteps 2560")
+    assert [row["step"] for row in rows] == list(range(256, 2561, 256))
     for ratio in ratios:
         torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipes_run_resumes(name, fork, train):
-    assert train(fork(name), RUNS[name], "--total-timesteps 512")[-1]["step"] == 512
-    more = train(fork(name), "--resume latest --total-timesteps 1024")
-    assert more[-1]["step"] == 1024
 
 
 @pytest.mark.parametrize("other", ["gru", "mingru"])
@@ -481,7 +447,7 @@ def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_
     learner = players[0][0]
     opponent = players[1][0]
     assert players == [(learner, 8), (opponent, 8)] * (len(players) // 2)
-    opponents = last_checkpoint()["opponent"]
+    opponents = module.load_checkpoint("latest", "runs")["model"]["opponent"]
     torch.testing.assert_close(vector_of(opponent), opponents, rtol=0, atol=0)
     assert not torch.equal(vector_of(opponent), vector_of(learner))
     assert all(valid[:, ::2].any() and not valid[:, 1::2].any() for valid in seen)

@@ -6,34 +6,20 @@ import json
 import math
 import os
 import pathlib
-import pty
 import random
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
 import pytest
 import torch
 import yaml
-from conftest import (
-    SCRIPT,
-    SMALL,
-    alive,
-    end_of,
-    environment,
-    newest_run,
-    read_metrics,
-    run_script,
-    start_script,
-    succeed,
-    wait_for,
-    without_clock,
-)
+from conftest import SCRIPT, SMALL, environment, run_script, start_script, succeed, wait_for
+from reading import alive, checkpoint, end_of, newest_run, read_metrics, without_clock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_lstm_puffer as ppo
@@ -67,14 +53,6 @@ def started():
         process.kill()
 
 
-def exit_reason(run: pathlib.Path) -> str:
-    return end_of(run)["exit_reason"]
-
-
-def checkpoint(run: pathlib.Path) -> dict:
-    return ppo.load_checkpoint(str(run), "runs")
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished small run with checkpoints after 4 and 8 iterations, in `run`. No test changes it."""
@@ -88,31 +66,29 @@ def finished(tmp_path_factory):
 # What a run leaves.
 
 
-def test_run_has_its_name_its_script_and_its_end(finished):
+def test_run_has_its_name_script_end_weights_state_and_every_argument_as_resolved(finished):
     assert finished.run.name.split("__")[:3] == ["breakout", "ppo_lstm_puffer", "1"]
     assert (finished.run / SCRIPT.name).read_text() == SCRIPT.read_text()
     end = end_of(finished.run)
     assert end["exit_reason"] == "completed"
     assert (end["step"], end["iteration"]) == (STEPS * ITERATIONS, ITERATIONS)
-
-
-def test_stdout_has_a_parseable_line_for_each_interval(finished):
-    stdout = finished.stdout.splitlines()
-    lines = [dict(word.split("=") for word in line.split(" ")) for line in stdout]
-    assert [int(line["step"]) for line in lines] == [STEPS * (i + 1) for i in range(ITERATIONS)]
-    assert all(math.isfinite(float(value)) for line in lines for value in line.values())
-
-
-def test_config_holds_every_argument_as_resolved(finished):
+    names = sorted(path.name for path in finished.run.iterdir() if ".pt" in path.name)
+    assert names == ["model_breakout_000004.pt", "model_breakout_000008.pt", "trainer_state.pt"]
+    weights = torch.load(finished.run / names[1])
+    torch.testing.assert_close(weights, checkpoint(finished.run)["model"], rtol=0, atol=0)
     config = yaml.safe_load((finished.run / "config.yaml").read_text())
     assert set(config) == set(vars(ppo.Args())) | {"auto"}
     assert (config["num_envs"], config["env_id"], config["compile"]) == (16, "breakout", False)
     assert config["device"] in ("cpu", "cuda") and config["num_workers"] is not None
 
 
-def test_metrics_lines_have_the_values_of_every_interval(finished):
+def test_every_interval_has_its_values_in_metrics_and_a_parseable_line_on_stdout(finished):
     rows = read_metrics(finished.run)
     assert [row["step"] for row in rows] == [STEPS * (i + 1) for i in range(ITERATIONS)]
+    stdout = finished.stdout.splitlines()
+    lines = [dict(word.split("=") for word in line.split(" ")) for line in stdout]
+    assert [int(line["step"]) for line in lines] == [row["step"] for row in rows]
+    assert all(math.isfinite(float(value)) for line in lines for value in line.values())
     for row in rows:
         assert {"step", "iteration", "time", "sps", "learning_rate"} <= set(row)
         assert {f"losses/{name}" for name in LOSSES} <= set(row)
@@ -122,11 +98,6 @@ def test_metrics_lines_have_the_values_of_every_interval(finished):
     assert times == sorted(set(times))
     ended = [row for row in rows if "episodic_return" in row]
     assert ended and {"episodic_length", "episodic_return_min", "env/score"} <= set(ended[0])
-
-
-def test_a_line_is_logged_every_interval_and_at_the_end(tmp_path):
-    run = succeed("--log-interval", "3", cwd=tmp_path)
-    assert [row["iteration"] for row in read_metrics(run)] == [3, 6, 8]
 
 
 def test_tensorboard_has_the_charts(finished):
@@ -140,25 +111,15 @@ def test_tensorboard_has_the_charts(finished):
         assert pair == pytest.approx((row["step"], row["losses/entropy"]))
 
 
-def test_weights_of_every_checkpoint_are_kept_and_one_trainer_state(finished):
-    names = sorted(path.name for path in finished.run.iterdir() if ".pt" in path.name)
-    assert names == ["model_breakout_000004.pt", "model_breakout_000008.pt", "trainer_state.pt"]
-    weights = torch.load(finished.run / names[1])
-    torch.testing.assert_close(weights, checkpoint(finished.run)["model"], rtol=0, atol=0)
-
-
-def test_profile_writes_a_trace(tmp_path):
-    run = succeed("--profile", "--total-timesteps", "4096", cwd=tmp_path)
+def test_profile_is_a_trace_and_a_line_is_logged_every_interval_and_at_the_end(tmp_path):
+    arguments = ["--profile", "--total-timesteps", 14 * STEPS, "--log-interval", "6"]
+    run = succeed(*arguments, cwd=tmp_path)
     (trace,) = run.glob("*.pt.trace.json")
     assert json.loads(trace.read_text())["traceEvents"]
+    assert [row["iteration"] for row in read_metrics(run)] == [6, 12, 14]
 
 
 # I6: repeating.
-
-
-def test_same_seed_gives_the_same_metrics_to_the_bit_and_another_does_not(finished, tmp_path):
-    assert without_clock(succeed(cwd=tmp_path)) == without_clock(finished.run)
-    assert without_clock(succeed("--seed", "2", cwd=tmp_path)) != without_clock(finished.run)
 
 
 def test_same_seed_gives_the_same_metrics_with_worker_processes(tmp_path):
@@ -170,9 +131,12 @@ def test_same_seed_gives_the_same_metrics_with_worker_processes(tmp_path):
     assert without_clock(runs[0]) == without_clock(runs[1])
 
 
-def test_config_repeats_a_run_to_the_bit(finished, tmp_path):
-    run = succeed("--config", finished.run / "config.yaml", cwd=tmp_path, small=False)
+def test_config_repeats_a_run_to_the_bit_and_another_seed_does_not(finished, tmp_path):
+    same = ["--config", finished.run / "config.yaml"]
+    run = succeed(*same, cwd=tmp_path, small=False)
     assert without_clock(run) == without_clock(finished.run)
+    run = succeed(*same, "--seed", "2", cwd=tmp_path, small=False)
+    assert without_clock(run) != without_clock(finished.run)
 
 
 def test_command_line_beats_config_and_env_arguments_reach_the_environment(finished, tmp_path):
@@ -211,7 +175,7 @@ def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
     straight = succeed("--total-timesteps", 40 * STEPS, cwd=tmp_path / "straight")
     copy = pathlib.Path(shutil.copytree(killed, tmp_path / "runs" / killed.name))
     resumed = succeed("--resume", "latest", cwd=tmp_path, small=False)
-    assert resumed == copy and exit_reason(resumed) == "completed"
+    assert resumed == copy and end_of(resumed)["exit_reason"] == "completed"
     rows = read_metrics(resumed)
     assert rows[:20] == read_metrics(killed)[:20]
     for row, expected in zip(rows, read_metrics(straight), strict=True):
@@ -257,7 +221,7 @@ def test_kill_at_any_moment_leaves_a_resumable_run(started, tmp_path):
     process, run = started(*every, cwd=tmp_path)
     wait_for((run / "trainer_state.pt").exists, process)
     last = 0
-    for _ in range(4):
+    for _ in range(2):
         time.sleep(moments.uniform(0, 0.3))
         process.kill()
         process.wait()
@@ -271,7 +235,7 @@ def test_kill_at_any_moment_leaves_a_resumable_run(started, tmp_path):
     last = checkpoint(run)["iteration"]
     total = ["--total-timesteps", (last + 3) * STEPS]
     succeed("--resume", "latest", *total, cwd=tmp_path, small=False)
-    assert exit_reason(run) == "completed"
+    assert end_of(run)["exit_reason"] == "completed"
     assert [row["iteration"] for row in read_metrics(run)] == list(range(1, last + 4))
     assert not list(run.glob("*.tmp"))
 
@@ -280,7 +244,7 @@ def test_time_limit_counts_from_each_start(tmp_path):
     for _ in range(2):
         resume = ["--resume", "latest"] if (tmp_path / "runs").exists() else []
         run = succeed(*LONG, "--time-limit", "1", *resume, cwd=tmp_path)
-        assert exit_reason(run) == "time_limit"
+        assert end_of(run)["exit_reason"] == "time_limit"
         assert checkpoint(run)["step"] == end_of(run)["step"] > 0
     assert end_of(run)["time"] >= 2
 
@@ -315,14 +279,11 @@ def children_of(process) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("backend", [[], WORKERS], ids=["native", "workers"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_signal_to_all_processes_writes_a_checkpoint_and_leaves_none(
-    started, tmp_path, name, backend
-):
-    process, run = started(*LONG, *backend, cwd=tmp_path, start_new_session=True)
+def test_signal_to_all_processes_writes_a_checkpoint_and_leaves_none(started, tmp_path, name):
+    process, run = started(*LONG, *WORKERS, cwd=tmp_path, start_new_session=True)
     children = children_of(process)
-    assert len(children) >= (2 if backend else 0)
+    assert len(children) >= 2
     os.killpg(process.pid, signal.Signals[name])
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.Signals[name] and not alive(children)
@@ -338,7 +299,7 @@ def test_nohup_is_respected(started, tmp_path):
     before = logged(tmp_path)
     wait_for(lambda: logged(tmp_path) > before + 3, process)
     process.terminate()
-    assert process.wait(60) == 143 and exit_reason(run) == "sigterm"
+    assert process.wait(60) == 143 and end_of(run)["exit_reason"] == "sigterm"
 
 
 def test_signal_before_the_first_update_ends_at_once_and_leaves_no_worker(tmp_path):
@@ -367,54 +328,35 @@ gym.register("Slow-v0", Slow)
 """
 
 
-@pytest.mark.parametrize("which", ["stdout", "stderr"])
 @pytest.mark.parametrize("how", ["reader", "disk"])
-def test_output_that_cannot_be_written_does_not_end_training(started, tmp_path, which, how):
+def test_output_that_cannot_be_written_does_not_end_training(started, tmp_path, how):
     reader, writer = os.pipe()
     with open("/dev/full" if how == "disk" else writer, "w") as file:
-        process, run = started(*LONG, cwd=tmp_path, **{which: file})
+        process, run = started(*LONG, cwd=tmp_path, stdout=file, stderr=file)
     os.close(reader)  # as when `head`, or tee, has ended
     before = logged(tmp_path)
     wait_for(lambda: logged(tmp_path) > before + 5, process)
     process.terminate()
-    assert process.wait(timeout=60) == 143 and exit_reason(run) == "sigterm"
+    assert process.wait(timeout=60) == 143 and end_of(run)["exit_reason"] == "sigterm"
     assert checkpoint(run)["step"] == end_of(run)["step"]
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_control_c_under_tee_writes_a_checkpoint(tmp_path, attempt):
-    """In a terminal, where Ctrl-C goes to `tee` too, which ends first."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execvpe("bash", ["bash", "--norc", "-i"], environment())
-    shell = psutil.Process(pid)
-    words = [sys.executable, str(SCRIPT), *SMALL, *LONG]
-    threading.Thread(target=drain, args=[terminal]).start()
-    try:
-        os.write(terminal, f"{shlex.join(words)} 2>&1 | tee log.txt\n".encode())
-        deadline = time.monotonic() + 120
-        while logged(tmp_path) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        trainer = [one for one in shell.children(recursive=True) if "python" in one.name()]
-        os.write(terminal, b"\x03")
-        assert trainer and not alive(trainer, within=60)
-    finally:
-        for process in [*shell.children(recursive=True), shell]:
-            process.kill()
-        os.waitpid(pid, 0)
+def test_control_c_under_tee_writes_a_checkpoint(tmp_path):
+    """A terminal sends it to `tee` too, which ends first."""
+    command = shlex.join([sys.executable, str(SCRIPT), *SMALL, *LONG])
+    words = ["bash", "-c", f"{command} 2>&1 | tee log.txt"]
+    options = {"stdout": subprocess.DEVNULL, "start_new_session": True}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), **options)
+    wait_for(lambda: logged(tmp_path) >= 3, process)
+    children = children_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert len(children) >= 2 and not alive(children, within=60)
     run = newest_run(tmp_path)
-    assert exit_reason(run) == "sigint"
+    assert end_of(run)["exit_reason"] == "sigint"
     assert checkpoint(run)["step"] == end_of(run)["step"] > 0
     assert (tmp_path / "log.txt").read_text().count("step=") >= 2
-
-
-def drain(terminal: int):
-    """Reads, so that nobody waits to write."""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while os.read(terminal, 65536):
-            pass
-    os.close(terminal)
 
 
 def test_workers_of_a_killed_run_end(started, tmp_path):
@@ -434,7 +376,7 @@ def test_killed_worker_ends_the_run_with_its_reason_and_a_checkpoint(started, tm
     assert process.returncode == 1 and not alive(workers)
     assert stderr.splitlines()[-1].startswith("error: environment worker")
     assert "-9" in stderr.splitlines()[-1] and "Traceback" not in stderr
-    assert "worker" in exit_reason(run) and checkpoint(run)["iteration"] > 0
+    assert "worker" in end_of(run)["exit_reason"] and checkpoint(run)["iteration"] > 0
 
 
 FAILING = """
@@ -462,35 +404,27 @@ def run_failing(act: str, cwd, *arguments):
     return result, newest_run(cwd)
 
 
-def test_environment_that_raises_ends_the_run_with_its_traceback_and_a_checkpoint(tmp_path):
-    result, run = run_failing("raise ValueError('not today')", tmp_path)
-    assert result.returncode == 1
+@pytest.mark.parametrize("workers", [[], WORKERS], ids=["here", "in a worker"])
+def test_environment_that_raises_ends_the_run_with_its_reason_and_a_checkpoint(tmp_path, workers):
+    result, run = run_failing("raise ValueError('not today')", tmp_path, *workers)
+    assert result.returncode == 1 and checkpoint(run)["iteration"] == 2
     assert 'failing.py", line' in result.stderr and "ValueError: not today" in result.stderr
-    assert exit_reason(run) == "ValueError: not today" and checkpoint(run)["iteration"] == 2
+    if workers:
+        assert "worker" in result.stderr.splitlines()[-1]
+    else:
+        assert end_of(run)["exit_reason"] == "ValueError: not today"
 
 
-def test_environment_that_raises_in_a_worker_ends_the_run_with_its_reason(tmp_path):
-    result, run = run_failing("raise ValueError('not today')", tmp_path, *WORKERS)
-    assert result.returncode == 1 and "worker" in result.stderr.splitlines()[-1]
-    assert "ValueError: not today" in result.stderr and checkpoint(run)["iteration"] == 2
-
-
-def test_nan_of_an_environment_is_named_and_the_weights_before_it_are_kept(tmp_path):
-    result, run = run_failing("reward = float('nan')", tmp_path, "--no-clip-rewards")
+@pytest.mark.parametrize(
+    ("reward", "named", "last"), [("float('nan')", "reward 40", 2), ("1e30", "1e+30", 3)]
+)
+def test_number_not_finite_is_named_and_the_weights_before_are_kept(tmp_path, reward, named, last):
+    arguments = ["--no-clip-rewards", "--checkpoint-interval", "2"]
+    result, run = run_failing(f"reward = {reward}", tmp_path, *arguments)
     line = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert line.startswith("error: ") and "reward" in line and "40" in line
-    state = checkpoint(run)
-    assert state["iteration"] == 2
-    assert all(torch.isfinite(value).all() for value in state["model"].values())
-
-
-def test_loss_that_is_not_finite_ends_the_run_with_the_largest_numbers(tmp_path):
-    arguments = ["--no-clip-rewards", "--checkpoint-interval", "1"]
-    result, run = run_failing("reward = 1e30", tmp_path, *arguments)
-    line = result.stderr.splitlines()[-1]
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert line.startswith("error: ") and "1e+30" in line
+    assert line.startswith("error: ") and all(word in line for word in named.split())
+    assert checkpoint(run)["iteration"] == last
     for path in run.glob("*.pt"):
         state = torch.load(path)
         assert all(torch.isfinite(value).all() for value in state.get("model", state).values())

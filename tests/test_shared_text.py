@@ -62,14 +62,11 @@ def packed(tree: ast.AST) -> list[int]:
     return sorted(found)
 
 
-READ = [
-    path
-    for glob in ("*.py", "envs/*.py", "tools/*.py", "benchmark/**/*.py")
-    for path in ROOT.glob(glob)
-]
+GLOBS = ("*.py", "envs/*.py", "tools/*.py", "benchmark/**/*.py")
+READ = sorted({str(path.relative_to(ROOT)) for glob in GLOBS for path in ROOT.glob(glob)})
 
 
-@pytest.mark.parametrize("name", sorted({str(path.relative_to(ROOT)) for path in READ}))
+@pytest.mark.parametrize("name", READ)
 def test_there_is_one_statement_a_line(name):
     """I13"""
     lines = packed(ast.parse((ROOT / name).read_text()))

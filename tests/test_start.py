@@ -1,6 +1,7 @@
-"""What a start finds out: precision, threads, whether compiling works here."""
+"""What a start finds out: precision, threads, whether compiling works here, what was compiled before."""
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -11,81 +12,61 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import environment, newest_run, read_metrics, run_script
+from conftest import environment, run_script
 from pufferlib import adapters
+from reading import newest_run, read_metrics
 from torch._inductor import cpp_builder
 
 import ppo_lstm_puffer as ppo
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "precision"),
+    ("device", "capabilities", "precision"),
     [
-        ({"avx512_f": True, "avx512_bf16": False}, "float32"),
-        ({"avx512_bf16": True}, "bfloat16"),
-        ({"neon": True, "bf16": True}, "bfloat16"),
+        ("cpu", {"avx512_f": True, "avx512_bf16": False}, "float32"),
+        ("cpu", {"avx512_bf16": True}, "bfloat16"),
+        ("cpu", {"neon": True, "bf16": True}, "bfloat16"),
+        ("cuda", (7, 5), "float32"),
+        ("cuda", (8, 0), "bfloat16"),
     ],
 )
-def test_precision_auto_is_bfloat16_where_the_cpu_multiplies_it(
-    monkeypatch, capabilities, precision
+def test_precision_auto_is_bfloat16_where_the_device_multiplies_it(
+    monkeypatch, device, capabilities, precision
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    args = ppo.Args(device="cpu")
-    ppo.resolve(args)
-    assert args.precision == precision
-
-
-@pytest.mark.parametrize(("capability", "precision"), [((7, 5), "float32"), ((8, 0), "bfloat16")])
-def test_precision_auto_is_bfloat16_from_compute_capability_8_on(
-    monkeypatch, capability, precision
-):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    args = ppo.Args(device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capabilities)
+    args = ppo.Args(device=device)
     ppo.resolve(args)
     assert args.precision == precision
-
-
-@pytest.fixture
-def chosen_threads(monkeypatch):
-    """For an update of so many steps of Breakout's default network, on so many cores."""
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    space = gym.spaces.Box(-1, 1, (118,))
-    envs = SimpleNamespace(observation_space=space, num_agents=512)
-
-    def choose(steps: int, cores: int, kind: str | None = None) -> int | None:
-        chosen.clear()
-        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-        monkeypatch.setattr(ppo, "fast_bfloat16", lambda device: kind)
-        precision = "bfloat16" if kind else "float32"
-        args = ppo.Args(minibatch_size=steps, precision=precision, device="cpu", compile=False)
-        ppo.set_up_torch(args, envs, seed=1)
-        return chosen[0] if chosen else None
-
-    return choose
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "cores", "threads"),
+    ("given", "kind", "steps", "cores", "threads"),
     [
-        (None, 256, 16, 1),
-        (None, 4096, 16, 7),
-        (None, 32768, 2, 2),
-        ("avx512_bf16", 4096, 16, 4),
-        ("amx_bf16", 4096, 16, 2),
+        (None, None, 256, 16, [1]),
+        (None, None, 4096, 16, [7]),
+        (None, None, 32768, 2, [2]),
+        (None, "avx512_bf16", 4096, 16, [4]),
+        (None, "amx_bf16", 4096, 16, [2]),
+        ("3", None, 32768, 16, []),
     ],
 )
-def test_threads_follow_the_work_of_an_update_and_the_cores(
-    monkeypatch, chosen_threads, kind, steps, cores, threads
+def test_threads_follow_the_work_of_an_update_and_the_cores_unless_omp_num_threads_is_given(
+    monkeypatch, given, kind, steps, cores, threads
 ):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert chosen_threads(steps, cores, kind) == threads
-
-
-def test_omp_num_threads_wins(monkeypatch, chosen_threads):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert chosen_threads(32768, 16) is None
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(ppo, "fast_bfloat16", lambda device: kind)
+    envs = SimpleNamespace(observation_space=gym.spaces.Box(-1, 1, (118,)), num_agents=512)
+    precision = "bfloat16" if kind else "float32"
+    args = ppo.Args(minibatch_size=steps, precision=precision, device="cpu", compile=False)
+    ppo.set_up_torch(args, envs, seed=1)
+    assert chosen == threads
 
 
 # A compiler that is not there, or cannot.
@@ -105,13 +86,15 @@ def eager(tmp_path, **variables) -> str:
     return result.stderr
 
 
-def test_compile_cache_that_cannot_be_used_is_one_warning(tmp_path):
-    """g++ is called without quotes."""
-    eager(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "a b"))
-
-
-def test_no_compiler_is_one_warning(tmp_path):
-    eager(tmp_path, PATH=str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("TORCHINDUCTOR_CACHE_DIR", "a b"),
+        ("PATH", "."),
+    ],  # g++ is called without quotes; is not there
+)
+def test_compiler_that_cannot_be_used_is_one_warning(tmp_path, name, folder):
+    eager(tmp_path, **{name: str(tmp_path / folder)})
 
 
 def test_no_header_of_python_is_one_warning(tmp_path):
@@ -166,3 +149,45 @@ def test_a_large_batch_of_images_is_announced(num_agents, said, capsys, monkeypa
     text = capsys.readouterr().err
     assert said in text
     assert ("a batch of observations" in text) == bool(said)
+
+
+# torch's cache of compiled functions.
+
+RUN = """
+import json, sys
+import torch._dynamo.utils
+import torch._inductor.config
+import ppo_lstm_puffer as ppo
+
+torch._inductor.config.cpp.simdlen = 1  # is compiled sooner
+factor = FACTOR
+original = ppo.ppo_loss
+if factor != 1:  # what a fork may change
+    def ppo_loss(*arguments):
+        loss, *rest = original(*arguments)
+        return factor * loss, *rest
+    ppo.ppo_loss = ppo_loss
+code = ppo.main(*ppo.parse_args(sys.argv[1:]))
+print(json.dumps(torch._dynamo.utils.counters["aot_autograd"]))
+sys.exit(code)
+"""
+
+
+def compiled_run(factor: float, folder) -> tuple[dict, float]:
+    """The cache's counters, and the last gradient's norm, of a small run with its cache in folder."""
+    (folder / "run.py").write_text(RUN.replace("FACTOR", str(factor)))
+    sizes = ["--num-steps", "2", "--minibatch-size", "16", "--total-timesteps", "64", "--compile"]
+    env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    result = run_script(*sizes, cwd=folder, script=folder / "run.py", env=env, timeout=1200)
+    assert result.returncode == 0, result.stderr
+    norm = read_metrics(newest_run(folder))[-1]["losses/grad_norm"]
+    return json.loads(result.stdout.splitlines()[-1]), norm
+
+
+def test_second_start_finds_every_function_and_a_changed_loss_is_compiled_anew(tmp_path):
+    first, norm = compiled_run(1, tmp_path)
+    assert first["autograd_cache_miss"] == first["total"] >= 4
+    changed, other = compiled_run(3, tmp_path)
+    assert changed["autograd_cache_miss"] == 1
+    assert changed["autograd_cache_hit"] == first["total"] - 1
+    assert other != pytest.approx(norm, rel=1e-3)

@@ -1,20 +1,23 @@
 """The tools around a run: tools/play.py, tools/watch.py, tools/export.py, tools/repeat.py."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import FOREIGN, ROOT, SCRIPT, read_metrics, run_script, succeed
+from conftest import FOREIGN, ROOT, SCRIPT, run_script, succeed
 from PIL import Image
+from reading import read_metrics
+
+from envs.probes import Episode
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -29,35 +32,35 @@ BREAKOUT = [str(BREAKOUT), "--env-id", "breakout", "--hidden-size", "128"]
 LONE = ["--env-id", "cartpole", "--hidden-size", "32"]  # what a file of weights does not say
 
 
-class Painted(gym.Env):
+class Painted(Episode):
     """Five steps, a picture that grows lighter, and the seeds of resets written to `file`."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
     observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
+    lengths = itertools.repeat(5)  # of the episodes of the environments that are made
 
     def __init__(self, render_mode=None, file=os.devnull):
         self.render_mode = render_mode
         self.file = file
+        self.length = next(self.lengths)
 
     def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
         if seed is not None:
             with open(self.file, "a") as file:
                 print(seed, file=file)
-        self.t = 0
-        return np.zeros(2, np.float32), {}
+        return super().reset(seed=seed)
 
     def step(self, action):
         self.t += 1
-        return np.zeros(2, np.float32), 1.0, self.t == 5, False, {}
+        return self.observe(), 1.0, self.t == self.length, False, {}
 
     def render(self):
         return np.full((40, 60, 3), 50 * self.t, np.uint8)
 
 
 gym.register("Painted-v0", entry_point=Painted)
-PAINTED = ["--env-id", "test_tools:Painted-v0"]
+PAINTED = ["painted.pt", "--env-id", "test_tools:Painted-v0", "--hidden-size", 8]
 
 
 @pytest.fixture(scope="module")
@@ -144,38 +147,20 @@ def test_process_plays_the_newest_run_and_prints_json(run):
     assert sorted(run.iterdir()) == before and list(run.parent.iterdir()) == [run]
 
 
-def test_each_agent_plays_its_first_episodes():
+@pytest.fixture
+def painted(tmp_path):
+    """An agent of Painted's, in painted.pt."""
+    script = common.import_script(SCRIPT)
+    args = script.Args(hidden_size=8, precision="float32")
+    agent = script.Agent(Painted.observation_space, Painted.action_space, args)
+    torch.save(agent.state_dict(), tmp_path / "painted.pt")
+
+
+def test_each_agent_plays_its_first_episodes(painted, played, monkeypatch):
     """Of three agents whose episodes last 1, 2 and 4 steps the first would end nearly all."""
-
-    class Envs:
-        num_agents = 3
-        logs = {}  # noqa: RUF012
-        returns = lengths = np.zeros(3)  # of the episodes so far: none is near --max-steps
-
-        def reset(self):
-            self.t = 0
-            self.episodes = []
-
-        def receive(self):
-            ended = [(i, 0.0, n) for i, n in enumerate((1, 2, 4)) if self.t and self.t % n == 0]
-            self.episodes += ended
-            self.t += 1
-            return slice(0, 3), np.zeros((3, 2)), np.zeros(3), np.zeros(3), np.ones(3)
-
-        def send(self, actions):
-            pass
-
-    def act(agent, x, dones, h, c, *_):
-        return torch.zeros(3, 1), None, None, h, c
-
-    agent = SimpleNamespace(
-        lstm_weights=lambda: (0, 0), sampling_noise=lambda n, device: torch.zeros(n)
-    )
-    args = SimpleNamespace(device="cpu", hidden_size=4)
-    trained = SimpleNamespace(envs=Envs(), args=args, agent=agent, script=SimpleNamespace(act=act))
-    finished = []
-    play.play(trained, play.Options("", episodes=7), finished)
-    assert sorted(length for _, length in finished) == [1, 1, 1, 2, 2, 4, 4]
+    monkeypatch.setattr(Painted, "lengths", itertools.cycle((1, 2, 4)))
+    lengths = played(*PAINTED, "--episodes", 7, "--num-envs", 3)["episodic_length"]
+    assert lengths["mean"] == pytest.approx((1 + 1 + 1 + 2 + 2 + 4 + 4) / 7)
 
 
 def test_most_likely_actions_and_seeds_repeat(run, played):
@@ -185,7 +170,7 @@ def test_most_likely_actions_and_seeds_repeat(run, played):
 
 
 def test_no_environment_of_training_is_played_in(played, tmp_path):
-    run = succeed(*PAINTED, "--env.file", tmp_path / "trained", cwd=tmp_path)
+    run = succeed(*PAINTED[1:3], "--env.file", tmp_path / "trained", cwd=tmp_path)
     assert played(run, "--episodes", 16, "--env.file", tmp_path / "played")["episodes"] == 16
     trained_in, played_in = (
         set((tmp_path / name).read_text().split()) for name in ("trained", "played")
@@ -229,7 +214,7 @@ def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
     assert cut["episodes"] == 16 and cut["episodic_return"]["mean"] > 0
 
 
-def test_gif_of_breakout_and_of_a_gymnasium_environment(played, tmp_path):
+def test_gif_of_breakout_and_of_a_gymnasium_environment(painted, played, tmp_path):
     size = pathlib.Path(BREAKOUT[0]).stat().st_size
     (tmp_path / "zeros.bin").write_bytes(bytes(size))  # it stands still, and the balls are lost
     words = ["zeros.bin", *BREAKOUT[1:], "--deterministic", "--gif", "game.gif"]
@@ -237,12 +222,7 @@ def test_gif_of_breakout_and_of_a_gymnasium_environment(played, tmp_path):
     with Image.open("game.gif") as film:
         assert film.n_frames > 30
         assert len(film.convert("RGB").getcolors(10000)) > 20, "bricks, ball, paddle and text"
-    script = common.import_script(SCRIPT)
-    args = script.Args(hidden_size=8, precision="float32")
-    agent = script.Agent(Painted.observation_space, Painted.action_space, args)
-    torch.save(agent.state_dict(), "painted.pt")
-    words = ["painted.pt", *PAINTED, "--hidden-size", 8, "--gif", "painted.gif"]
-    assert played(*words)["episodic_length"]["mean"] == 5
+    assert played(*PAINTED, "--gif", "painted.gif")["episodic_length"]["mean"] == 5
     with Image.open("painted.gif") as film:
         assert film.size == (60, 40) and film.n_frames == 5 and film.info["duration"] == 100
 
@@ -261,16 +241,13 @@ def screen(folder, rows: list[dict], tail: str = "") -> pathlib.Path:
 ROW = {"step": 500, "iteration": 5, "time": 9.0, "sps": 50.0, "learning_rate": 0.01}
 
 
-def test_watch_shows_the_end_of_a_finished_run(run, call):
+def test_watch_shows_the_end_of_a_finished_run_and_draws_it(run, call, refused, tmp_path):
     code, out, err = call(watch, run, "--once")
     assert code == 0 and err == ""
     row = [row for row in read_metrics(run) if "sps" in row][-1]
     words = ["2,048 of 2,048", "completed", "score", "policy_loss", "CPU", "RAM", "█", run.name]
     words += [f"{100 * row['time/update']:.0f} %", watch.number(row["losses/entropy"])]
     assert [word for word in words if word not in out] == []
-
-
-def test_watch_draws_a_picture(run, call, refused, tmp_path):
     assert call(watch, run, "--svg", tmp_path / "dashboard.svg")[0] == 0
     shown = (tmp_path / "dashboard.svg").read_text()
     assert "<svg" in shown and "entropy" in shown and "steps/s" in shown

@@ -12,18 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import (
-    PYTHON,
-    ROOT,
-    SMALL,
-    end_of,
-    environment,
-    newest_run,
-    read_metrics,
-    run_script,
-    start_script,
-    succeed,
-)
+from conftest import PYTHON, ROOT, SMALL, environment, run_script, start_script, succeed
+from reading import checkpoint, end_of, newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_xla as xla
@@ -165,21 +155,16 @@ def test_ratio_is_one_before_the_first_update(tmp_path, arguments):
     assert any("episodic_return" in row for row in rows)
 
 
-def test_four_devices_train_as_one(three_iterations, tmp_path):
-    four = train(*THREE_ITERATIONS, cwd=tmp_path, devices=4)
-    assert compiled(four)[1] == compiled(four)[-1]
-    assert len(weights(four)) == 3
-    close(weights(four), weights(three_iterations), atol=1e-4, rtol=0)
-
-
-def test_accumulated_gradients_equal_those_of_the_whole_minibatch(three_iterations, tmp_path):
-    split = train(*THREE_ITERATIONS, "--max-minibatch-size", "64", cwd=tmp_path)
-    close(weights(split)[0], weights(three_iterations)[0], atol=1e-4, rtol=0)
-
-
-def test_nothing_is_compiled_after_two_iterations(finished):
-    """Neither by updates, nor by a log line, nor by a checkpoint: torch_xla counts."""
-    assert compiled(finished)[1] == compiled(finished)[-1] > 3
+@pytest.mark.parametrize(
+    ("arguments", "devices"),
+    [([], 4), (["--max-minibatch-size", "64"], 1)],
+    ids=["devices", "chunks"],
+)
+def test_parts_train_as_the_whole(three_iterations, tmp_path, arguments, devices):
+    parts = train(*THREE_ITERATIONS, *arguments, cwd=tmp_path, devices=devices)
+    assert compiled(parts)[1] == compiled(parts)[-1]
+    assert len(weights(parts)) == 3
+    close(weights(parts), weights(three_iterations), atol=1e-4, rtol=0)
 
 
 def test_nothing_is_compiled_late_on_four_devices(tmp_path):
@@ -265,10 +250,12 @@ def test_bfloat16_acts_and_recomputes_the_same_policy(three_iterations, tmp_path
     assert row["losses/grad_norm"] > 0
 
 
-def test_same_seed_gives_the_same_run(finished, tmp_path):
+def test_same_seed_gives_the_same_run_and_nothing_is_compiled_late(finished, tmp_path):
+    """After two iterations, neither by updates, nor by a log line, nor by a checkpoint: torch_xla counts."""
     again = train("--checkpoint-interval", "4", cwd=tmp_path)
     assert len(weights(again)) == 2
     close(weights(again), weights(finished), atol=0, rtol=0)
+    assert compiled(finished)[1] == compiled(finished)[-1] > 3
 
 
 # Checkpoints and files.
@@ -281,10 +268,10 @@ def test_same_seed_gives_the_same_run(finished, tmp_path):
 )
 def test_runs_resume_in_each_other(tmp_path, first, second):
     run = train("--total-timesteps", 4 * STEPS, cwd=tmp_path, runner=first)
-    before = xla.load_checkpoint(str(run), "")
+    before = checkpoint(run)
     more = "--resume", "latest", "--total-timesteps", 6 * STEPS
     assert train(*more, cwd=tmp_path, runner=second) == run
-    after = xla.load_checkpoint(str(run), "")
+    after = checkpoint(run)
     rows = read_metrics(run)
     assert [row["step"] for row in rows] == [STEPS * i for i in range(1, 7)]
     for state, iterations in (before, 4), (after, 6):
@@ -311,12 +298,12 @@ def test_sigterm_saves_and_kill_leaves_a_resumable_run(tmp_path):
     run = newest_run(tmp_path)
     end = end_of(run)
     assert end["exit_reason"] == "sigterm"
-    assert xla.load_checkpoint(str(run), "")["iteration"] == end["iteration"]
+    assert checkpoint(run)["iteration"] == end["iteration"]
     process = start("--resume", "latest")
     wait_for_lines(process, 5)
     process.kill()
     process.wait()
-    last = xla.load_checkpoint(str(run), "")["iteration"]
+    last = checkpoint(run)["iteration"]
     assert last >= end["iteration"] + 4
     train("--resume", "latest", "--total-timesteps", (last + 2) * STEPS, cwd=tmp_path)
     end = end_of(run)
@@ -334,14 +321,14 @@ def test_profile_is_a_trace_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "devices", "says"),
+    ("arguments", "says"),
     [
-        (["--device", "tpu"], 4, "--device tpu: there is none here; use --device cpu"),
-        (["--num-envs", "18", "--minibatch-size", "128"], 4, "--num-envs 18: "),
+        (["--device", "tpu"], "--device tpu: there is none here; use --device cpu"),
+        (["--num-envs", "18", "--minibatch-size", "128"], "--num-envs 18: "),
     ],
 )
-def test_wrong_argument_is_one_line(tmp_path, arguments, devices, says):
-    result = run_xla(*arguments, cwd=tmp_path, devices=devices)
+def test_wrong_argument_is_one_line(tmp_path, arguments, says):
+    result = run_xla(*arguments, cwd=tmp_path, devices=4)
     assert result.returncode == 2, result.stderr
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
