@@ -245,7 +245,8 @@ class Run:
             if milestone > reported:
                 reported = milestone
                 trial.report(self.score(), milestone)
-                if args.pruning and trial.should_prune():
+                pruning = args.pruning and "again" not in trial.user_attrs
+                if pruning and trial.should_prune():
                     return True
         return False
 
@@ -478,7 +479,7 @@ class Sweep:
             if not self.study.get_trials(states=RUNNING + WAITING) and not self.stopping:
                 for trials in self.same_params()[:BEST]:
                     for _ in range(1 + self.args.confirm_seeds - len(trials)):
-                        self.study.enqueue_trial(trials[0].params)
+                        self.study.enqueue_trial(trials[0].params, user_attrs={"again": True})
             self.target = len(self.counted()) + len(self.study.get_trials(states=WAITING))
         return not self.enough()
 

@@ -247,11 +247,15 @@ def test_a_trial_has_so_many_seconds_and_counts_with_what_it_reached(toy):
 
 
 def test_hopeless_trials_are_pruned_and_count_with_what_they_had(toy):
-    choices = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.1, 11, 0.2, 12]
-    (toy / "x.yaml").write_text(f"x: {choices}")
-    words = toy_command("--num-trials", 30, "--workers", 2, "--max-cost-seconds", 1.5)
-    finish([*words, "--", "--total-timesteps", "60"], toy)
-    trials = load(toy).trials
+    (toy / "x.yaml").write_text("x: {distribution: uniform, min: 0.1, max: 1.2}")
+    (toy / "preset.yaml").write_text('{"x": 0.1, "total_timesteps": 60}')
+    words = toy_command("--num-trials", 36, "--workers", 2, "--max-cost-seconds", 1.5)
+    lucky = ["--confirm-seeds", "1", "--", "--config=preset.yaml", "--lucky=1"]  # the first trial
+    finish([*words, *lucky], toy)
+    trials = load(toy).trials[:36]
+    again = load(toy).trials[36:]
+    assert min(trial.params["x"] for trial in again) == 0.1
+    assert all(trial.user_attrs["end"] == "completed" for trial in again), "these are not pruned"
     pruned = [trial for trial in trials if trial.user_attrs["end"] == "pruned"]
     finished = [trial.params["x"] for trial in trials if trial not in pruned]
     assert pruned and all(trial.state == TrialState.COMPLETE for trial in pruned)
