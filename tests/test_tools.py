@@ -189,7 +189,7 @@ def test_pufferlibs_own_breakout_weights_play_as_well_here(played):
 def test_a_normalized_agent_plays_with_its_statistics(normalized, played):
     assert played(normalized, "--episodes", 5)["episodes"] == 5
     state = trained_of(normalized).agent.state_dict()
-    assert state["observation_norm.0.num_batches_tracked"] == 8
+    assert state["observation_norm.0.num_batches_tracked"] == 2048  # rows
     assert state["observation_norm.0.running_var"].min() < 0.5
 
 
