@@ -578,7 +578,7 @@ def vectorize(maker: Callable, num_envs: int, num_workers: int, seed: int):
     return pufferlib.vector.make(maker, None, env_kwargs, num_envs=copies, seed=seed, **backend)
 
 
-# Compiling ----------------------------------------------------------------------------------------
+# Memory and compiling -----------------------------------------------------------------------------
 
 
 def keep_freed_memory():

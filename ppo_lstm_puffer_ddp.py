@@ -362,11 +362,11 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
     dist.all_reduce(totals)
     _, mean, square = totals / totals[0]
     norm.num_batches_tracked += totals[0, 0].long()  # here: rows
-    share = totals[0, 0] / norm.num_batches_tracked
-    change = mean - norm.running_mean
+    share = totals[0, 0].float() / norm.num_batches_tracked
+    variance = (square - mean**2).float()
+    change = mean.float() - norm.running_mean
     norm.running_mean += share * change
-    variance = square - mean**2 + (1 - share) * change**2
-    norm.running_var.lerp_(variance.float(), share.float())
+    norm.running_var.lerp_(variance + (1 - share) * change**2, share)
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):

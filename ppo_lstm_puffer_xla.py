@@ -664,9 +664,9 @@ def rows_of_this_host(tensor: torch.Tensor) -> torch.Tensor:
 def moments(x: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance of x[counted > 0], whose size XLA cannot know: x (T, N, ...)."""
     counted = counted.view(*counted.shape, *[1] * (x.ndim - 2))
-    n = counted.sum().clamp_min(2)
+    n = counted.sum().clamp_min(1)
     mean = (counted * x).sum((0, 1)) / n
-    return mean, (counted * (x - mean) ** 2).sum((0, 1)) / (n - 1)
+    return mean, (counted * (x - mean) ** 2).sum((0, 1)) / n
 
 
 @torch.no_grad()
@@ -678,8 +678,7 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
     share = rows / norm.num_batches_tracked
     change = mean - norm.running_mean
     norm.running_mean += share * change
-    variance = variance * (rows - 1) / rows + (1 - share) * change**2
-    norm.running_var += share * (variance - norm.running_var)
+    norm.running_var.lerp_(variance + (1 - share) * change**2, share)
 
 
 class Envs:

@@ -230,6 +230,7 @@ class Run:
     def watch(self, trial: optuna.Trial, sweep: "Sweep") -> bool:
         """Until it is over, or is to be pruned: whether it is. Raises RunFailed."""
         args = sweep.args
+        pruning = args.pruning and "again" not in trial.user_attrs
         seen = time.monotonic()
         reported = 0
         while self.process.poll() is None:
@@ -245,7 +246,6 @@ class Run:
             if milestone > reported:
                 reported = milestone
                 trial.report(self.score(), milestone)
-                pruning = args.pruning and "again" not in trial.user_attrs
                 if pruning and trial.should_prune():
                     return True
         return False
