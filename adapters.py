@@ -14,6 +14,7 @@ import random
 import re
 import shlex
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -594,7 +595,9 @@ def pin_observations(vecenv):
     import torch
 
     buffer = getattr(vecenv, "buf", vars(vecenv))["observations"]
-    torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+    cudart = torch.cuda.cudart()
+    cudart.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+    weakref.finalize(vecenv, cudart.cudaHostUnregister, buffer.ctypes.data)
 
 
 def write_libraries_whole():

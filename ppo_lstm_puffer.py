@@ -458,8 +458,11 @@ def train(args: Args, envs: "Envs", run: "Run"):
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
     dtype = torch.float32 if agent.continuous else torch.int64
     actions = zeros(T + 1, N, math.prod(envs.action_space.shape), dtype=dtype)
-    logprobs, values, dones, valid = zeros(4, T + 1, N)
-    rewards, ratio, discounted = zeros(3, T, N)
+    logprobs, values = zeros(2, T + 1, N)
+    arrived = zeros(3, T + 1, N)  # with o_t: dones, valid, and the reward of step t - 1
+    dones, valid, _ = arrived
+    rewards = arrived[2, 1:]
+    ratio, discounted = zeros(2, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
     # These change from one iteration to the next, in place too, so that CUDA graphs find them.
     noise = agent.sampling_noise(T + 1, N, device=device)
@@ -471,10 +474,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         agents, observation, reward, done, is_valid = envs.receive()
         observations[t, agents].copy_(torch.as_tensor(observation), non_blocking=True)
         numbers = torch.as_tensor(np.stack((done, is_valid, reward)))  # one copy, not three
-        dones[t, agents], valid[t, agents], reward = numbers.to(device, non_blocking=True)
-        if t > 0:
-            clip = args.clip_rewards and not args.norm_rewards
-            rewards[t - 1, agents] = reward.clip(-1, 1) if clip else reward
+        arrived[:, t, agents].copy_(numbers, non_blocking=True)
         return agents
 
     @torch.no_grad()
@@ -540,6 +540,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
             observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
+        elif args.clip_rewards:
+            rewards.clip_(-1, 1)
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
         update_began = time.perf_counter()
@@ -563,10 +565,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
         if not all(map(math.isfinite, losses.values())):
-            most = f"{observations.abs().max():.2g}, {rewards.abs().max():.2g}"
-            raise FloatingPointError(
-                f"{losses}; largest observation, reward: {most}; docs/trouble.md"
-            )
+            most = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
+            raise FloatingPointError(f"{losses}; largest {most}; docs/trouble.md")
         if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
             counted = valid[:T] > 0
             returns = (rollout_advantages + rollout_values)[counted]
@@ -577,8 +577,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             run.save()
         # The next segment begins where this one ended: row T of what `act` is given.
         observations[0] = observations[T]
-        dones[0] = dones[T]
-        valid[0] = valid[T]
+        arrived[:, 0] = arrived[:, T]
 
 
 # ==================================================================================================
@@ -628,7 +627,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
         try:
             adapters.write_libraries_whole()  # a start that is killed must not break the next
-            torch.compile(lambda x: x + 1)(torch.zeros(8))
+            torch.compile(lambda x: x + 1)(torch.zeros(8, device=args.device))
         except Exception as error:  # no g++, no Python.h, a cache that cannot be used
             return say(f"warning: compiling fails here, so --no-compile: {error!r:.200}")
         for name in COMPILED:

@@ -583,10 +583,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         run.update_done(batch_size, update_began)
         run.ending = put(np.full(devices, run.wish, np.float32)).max().item()  # hosts end together
         if not all(map(math.isfinite, losses.values())):
-            most = f"{observations.abs().max():.2g}, {rewards.abs().max():.2g}"
-            raise FloatingPointError(
-                f"{losses}; largest observation, reward: {most}; docs/trouble.md"
-            )
+            most = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
+            raise FloatingPointError(f"{losses}; largest {most}; docs/trouble.md")
         if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
             run.log(losses, args.learning_rate * schedules[args.anneal])
         if run.iteration % args.checkpoint_interval == 0:
