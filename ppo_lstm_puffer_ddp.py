@@ -804,7 +804,7 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     timeout = int(float(found[-1])) if found else Args.dist_timeout
     read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    store = meet(timeout) if WORLD_SIZE > 1 else dist.HashStore()
+    store = fresh_store(timeout) if WORLD_SIZE > 1 else dist.HashStore()
     group = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(seconds=timeout)}
     dist.init_process_group(backend, store=store, **group)
     dist.broadcast_object_list(read)
@@ -817,7 +817,7 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     return args, resumed
 
 
-def meet(timeout: int) -> dist.Store:
+def fresh_store(timeout: int) -> dist.Store:
     """torchrun's store under a name that no earlier start had: all ranks' words, once all saw."""
     store = next(dist.rendezvous("env://", RANK, WORLD_SIZE, timeout=timedelta(seconds=timeout)))[0]
     here = [f"here {rank}" for rank in range(WORLD_SIZE)]

@@ -38,12 +38,12 @@ ITERATION = 64 * 16
 SIZES = "--num-envs 64 --num-steps 16 --minibatch-size 256 --hidden-size 32 --precision float32 "
 SIZES += "--no-compile --device cpu --log-interval 1 --checkpoint-interval 1"
 ANY = (SIGKILL, SIGTERM, SIGINT)
-LONGEST = 300.0  # seconds until a start trains, or a job goes on
-LONGEST_END = 60.0  # seconds from the signal to the end, ...
+START_TIMEOUT = 300.0  # seconds until a start trains, or a job goes on
+END_TIMEOUT = 60.0  # seconds from the signal to the end, ...
 GRACE = 10.0  # ... and from then until no process is left
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = LONGEST) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = START_TIMEOUT) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -103,9 +103,6 @@ class Script:
         parts = re.split(r"^run: .*$", self.text(), flags=re.MULTILINE)[1:]
         return [part for part in parts if "\nstep=" in part]
 
-    def trains(self) -> bool:
-        return bool(self.parts())
-
     def over(self) -> bool:
         return self.process.poll() is not None
 
@@ -122,12 +119,12 @@ class Script:
             if rng.random() < 0.3:
                 time.sleep(rng.random() * self.startup)
             else:
-                wait_until(lambda: self.trains() or self.over())
+                wait_until(lambda: self.parts() or self.over())
                 self.startup = time.time() - self.began
                 time.sleep(2.0 * rng.random())
             wait_until(lambda: self.over() or bool(self.processes(target)))
-            record["trains"] = self.trains()
             self.trained = len(self.parts())
+            record["trains"] = self.trained > 0
             sent = time.monotonic()
             self.processes(target)[-1].send_signal(signum)
             losses = self.after(target, signum, early=not record["trains"])
@@ -152,8 +149,8 @@ class Script:
 
     def settle(self, codes: set[int], early: bool = False) -> list[str]:
         losses = []
-        if not wait_until(self.over, LONGEST_END):
-            losses.append(f"still running {LONGEST_END:.0f} s after the signal")
+        if not wait_until(self.over, END_TIMEOUT):
+            losses.append(f"still running {END_TIMEOUT:.0f} s after the signal")
         elif self.process.returncode not in codes:
             losses.append(f"exit code {self.process.returncode}")
         if not wait_until(lambda: not with_mark(self.mark), GRACE):

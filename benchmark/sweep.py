@@ -71,10 +71,9 @@ class Problem:
     quality: Callable
     max_cost: float
     noise: float  # of a run's end
-    content: str
+    content: dict[str, dict]  # of its space
 
     def __post_init__(self):
-        self.content = yaml.safe_load(self.content)
         self.space = [parse_parameter(*item) for item in self.content.items()]
         self.middle = {one.name: middle(one) for one in self.space}
 
@@ -146,36 +145,11 @@ def ridge(a: dict, u: dict, luck: float) -> tuple:
     return 40_000, score, rate > 1.2 * a["max_grad_norm"] ** -0.5
 
 
-SMOOTH_SPACE = """
-learning_rate: {distribution: log_normal, min: 0.0001, max: 0.1}
-gamma: {distribution: logit_normal, min: 0.9, max: 0.999}
-num_envs: {distribution: uniform_pow2, min: 64, max: 4096}
-total_timesteps: {distribution: log_normal, min: 100_000, max: 100_000_000}
-"""
-WIDE_SPACE = """
-learning_rate: {distribution: log_normal, min: 0.0001, max: 0.1}
-gamma: {distribution: logit_normal, min: 0.9, max: 0.9995}
-ent_coef: {distribution: log_normal, min: 0.0001, max: 0.1}
-clip_coef: {distribution: uniform, min: 0.05, max: 0.5}
-gae_lambda: {distribution: logit_normal, min: 0.6, max: 0.99}
-vf_coef: {distribution: log_normal, min: 0.1, max: 10.0}
-prio_alpha: {distribution: uniform, min: 0.0, max: 1.0}
-max_grad_norm: {distribution: log_normal, min: 0.1, max: 10.0}
-minibatch_size: {distribution: uniform_pow2, min: 1024, max: 32768}
-total_timesteps: {distribution: log_normal, min: 300_000, max: 50_000_000}
-"""
-RIDGE_SPACE = """
-learning_rate: {distribution: log_normal, min: 0.001, max: 1.0}
-momentum: {distribution: logit_normal, min: 0.5, max: 0.99}
-max_grad_norm: {distribution: log_normal, min: 0.1, max: 10.0}
-gamma: {distribution: logit_normal, min: 0.9, max: 0.999}
-ent_coef: {distribution: log_normal, min: 0.0001, max: 0.1}
-total_timesteps: {distribution: log_normal, min: 500_000, max: 50_000_000}
-"""
+SPACES = yaml.safe_load((ROOT / "benchmark/sweep.yaml").read_text())
 PROBLEMS = {
-    "smooth": Problem(smooth, 600.0, 0.0, SMOOTH_SPACE),
-    "wide": Problem(wide, 300.0, 1.0, WIDE_SPACE),
-    "ridge": Problem(ridge, 300.0, 2.0, RIDGE_SPACE),
+    "smooth": Problem(smooth, 600.0, 0.0, SPACES["smooth"]),
+    "wide": Problem(wide, 300.0, 1.0, SPACES["wide"]),
+    "ridge": Problem(ridge, 300.0, 2.0, SPACES["ridge"]),
 }
 
 

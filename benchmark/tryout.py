@@ -37,7 +37,7 @@ VENVS = ROOT / ".tryout"
 SIZES = "--num-envs 8 --num-steps 16 --minibatch-size 128 --hidden-size 32 --total-timesteps 2048 "
 SIZES += "--no-compile --precision float32 --device cpu --num-workers 0"
 VARIABLES = {"OMP_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy"}
-LONGEST = 1200  # seconds for a command; then it is killed
+TIMEOUT = 1200  # seconds
 MORE_STEPS = 1024  # of --resume
 STAGES = {
     "start": "2,000 steps",
@@ -71,11 +71,11 @@ def read_list() -> tuple[list[dict], dict, dict]:
 def execute(command: list, folder: Path) -> tuple[int, str]:
     """Its exit code, and what it prints, errors last."""
     options = {"cwd": folder, "env": os.environ | VARIABLES, "stdin": subprocess.DEVNULL}
-    options |= {"capture_output": True, "text": True, "errors": "replace", "timeout": LONGEST}
+    options |= {"capture_output": True, "text": True, "errors": "replace", "timeout": TIMEOUT}
     try:
         done = subprocess.run([*map(str, command)], **options)
     except subprocess.TimeoutExpired:
-        return -1, f"not over after {LONGEST} s"
+        return -1, f"not over after {TIMEOUT} s"
     return done.returncode, done.stdout + done.stderr
 
 
@@ -92,10 +92,6 @@ def last_line(text: str, folder: Path) -> str:
 # Installing ---------------------------------------------------------------------------------------
 
 
-def python_of(package: str) -> Path:
-    return VENVS / package / "bin" / "python"
-
-
 def install(package: str, words: str) -> str:
     """Empty, or the line by which it failed."""
     folder = VENVS / package
@@ -104,7 +100,7 @@ def install(package: str, words: str) -> str:
         return ""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "--python", python_of(package), "install", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet"]
     make = [sys.executable, "-m", "venv", "--without-pip", folder]
     for command in make, [*pip, *shlex.split(words)]:
         code, text = execute(command, folder)
@@ -119,7 +115,7 @@ def install(package: str, words: str) -> str:
 def versions_of(package: str) -> dict[str, str]:
     """The package's, and those of what it brings in another version than this environment has."""
     names = [package, *SHARED]
-    command = [python_of(package), "-c", VERSIONS, *names]
+    command = [VENVS / package / "bin/python", "-c", VERSIONS, *names]
     found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     others = {name: found[name] for name in SHARED if found[name] != version(name)}
     return {package: found[package], **others}
@@ -138,7 +134,8 @@ class Trial:
         shutil.copytree(ROOT / "envs", folder / "envs")  # modules of the current folder
 
     def python(self, script: str, *words) -> tuple[int, str]:
-        return execute([python_of(self.entry["package"]), ROOT / script, *words], self.folder)
+        python = VENVS / self.entry["package"] / "bin/python"
+        return execute([python, ROOT / script, *words], self.folder)
 
     def judge(self, code: int, text: str, well: bool) -> tuple[str, bool]:
         if code == 0 and well:
@@ -226,12 +223,9 @@ for. Each environment is trained by
 
     python ppo_lstm_puffer.py --env-id ENVIRONMENT {sizes}
 
-and {more_steps} steps more with --resume. *Return by hand*: an environment is stepped with random \
-actions by its package alone, then with the same ones through the adapters; the returns and \
-lengths of all episodes were the same, and the sum of all that was observed. Some environments \
-differ from run to run by themselves, with the same seed: those are compared as far as they do \
-not, or not at all. The number is the sum of the returns (of all agents), the ends are those of \
-episodes.
+and {more_steps} steps more with --resume. *Return by hand* is benchmark/by_hand.py's: the sum of \
+the rewards (of all agents) and the ends of episodes, alike without the adapters and with them. \
+Environments that differ from run to run are compared as far as they do not, or not at all.
 
 | package | environment | {stages} | remarks |
 |---|---|{lines}---|

@@ -38,8 +38,9 @@ def test_every_environment_of_the_list_was_well():
     assert results == {entry["words"]: True for entry in entries}
 
 
-def test_a_refusal_and_a_failure_are_recorded(monkeypatch):
-    monkeypatch.setattr(tryout, "python_of", lambda package: sys.executable)
+def test_a_refusal_and_a_failure_are_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(tryout, "VENVS", tmp_path)
+    (tmp_path / "gymnasium").symlink_to(sys.prefix)  # the environment that runs this
     wrong = {"package": "gymnasium", "words": "NoSuch-v0"}
     assert tryout.try_out({**wrong, "refused": "no such|doesn't exist"}, {})["well"]
     failed = tryout.try_out(wrong, {})

@@ -30,9 +30,7 @@ from peer import Metrics, arguments
 NUM_ENVS = 64
 SIZES = {"minibatch_size": 1024, "update_epochs": 2}
 FASTEST = "Serial with torch.compile"
-NOTE = (
-    f"{FASTEST}, its fastest on two cores (Serial, Multiprocessing eager tried); own .ini otherwise"
-)
+NOTE = f"{FASTEST}, the fastest of what was tried on two cores; its own .ini otherwise"
 ON_A_GPU = "its own .ini, backend and compiling included"
 EMULATED = f"{FASTEST}; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 
@@ -79,8 +77,6 @@ def main():
         policy = pufferl.load_policy(config, vecenv)
     train |= args.train
     note = EMULATED if emulated else NOTE if args.device == "cpu" else ON_A_GPU
-    if args.train:
-        note += f"; --train {args.train}, hidden size {args.hidden_size}"
     trainer = pufferl.PuffeRL(train, vecenv, policy)
     trainer.print_dashboard = lambda *args, **kwargs: None
     said = dict(train)
