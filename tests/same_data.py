@@ -6,6 +6,7 @@ Agent i of all sees the same whichever rank has it, and one process draws its se
 halves, as two ranks do. Leaves every rank's parameters and buffers after training, the gradients
 of its first update, and how many chunks and updates there were, in OUT/rank<k>.pt. With DRIFT in
 the environment, the last rank's parameters are changed a little before its first update.
+On a GPU with --no-cuda-graphs: a graph would repeat what is drawn here.
 """
 
 import importlib
@@ -74,9 +75,9 @@ class SameEnvs:
 generator = torch.Generator().manual_seed(0)
 
 
-def same_noise(self, steps, agents, **_):
+def same_noise(self, steps, agents, device=None):
     noise = torch.empty(agents * WORLD_SIZE, steps, self.num_logits)
-    return share(noise.exponential_(generator=generator)).transpose(0, 1)
+    return share(noise.exponential_(generator=generator)).transpose(0, 1).to(device)
 
 
 def sample_halves(advantages, _, k, alpha, beta, sample=script.sample_segments):
@@ -84,7 +85,7 @@ def sample_halves(advantages, _, k, alpha, beta, sample=script.sample_segments):
     n = num_envs // 2
     draws = []
     for half in range(2):
-        uniform = torch.rand(n + 1, generator=generator)
+        uniform = torch.rand(n + 1, generator=generator).to(advantages.device)
         if WORLD_SIZE == 1:
             segments = advantages[:, half * n : (half + 1) * n]
             index, weights = sample(segments, uniform, k // 2, alpha, beta)
