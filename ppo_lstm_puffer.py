@@ -513,7 +513,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return advantages, torch.cat((sums / minibatch.weight.sum(), grad_norm[None]))
+        means = sums / minibatch.weight.sum().clamp_min(1e-12)
+        return advantages, torch.cat((means, grad_norm[None]))
 
     graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
     act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
@@ -605,7 +606,6 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
-    torch.set_float32_matmul_precision("high")
     if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
         worth = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
         worth = 0.5 if args.precision == "float32" else worth

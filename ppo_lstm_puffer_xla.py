@@ -528,7 +528,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        return advantages, torch.cat((sums / minibatch.weight.sum(), grad_norm[None]))
+        means = sums / minibatch.weight.sum().clamp_min(1e-12)
+        return advantages, torch.cat((means, grad_norm[None]))
 
     update = torch_xla.compile(update, full_graph=True)
 

@@ -58,7 +58,6 @@ def test_update_and_policy_step_never_wait_for_the_gpu(losses_of, arguments):
 
 
 def test_first_update_is_that_of_the_cpu():
-    torch.set_float32_matmul_precision("highest")
     args = ppo.Args(num_steps=8, minibatch_size=128, precision="float32")
     space = gym.spaces.Box(-1, 1, (6,), np.float32)
     T = 8
