@@ -634,9 +634,8 @@ def test_logged_losses_are_means_whatever_the_weights_of_the_segments(tmp_path):
 
 
 def test_minibatches_in_which_no_step_counts_do_not_end_a_run(tmp_path):
-    sizes = {"num_envs": 4, "num_steps": 2, "minibatch_size": 2}  # agents that wait for the others
-    sizes |= {"total_timesteps": 256, "prio_alpha": 0.0}
-    train_here(tmp_path, env_id="tests.parallel_game", **sizes)
+    sizes = {"num_envs": 4, "num_steps": 2, "minibatch_size": 2, "total_timesteps": 256}
+    train_here(tmp_path, env_id="tests.parallel_game", prio_alpha=0.0, **sizes)  # agents wait
 
 
 # Muon and the learning rate -----------------------------------------------------------------------

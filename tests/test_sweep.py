@@ -131,7 +131,7 @@ def wait_until(condition, timeout: float = 60):
         time.sleep(0.05)
 
 
-# The space ----------------------------------------------------------------------------------------------------------------
+# The space ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_each_space_is_of_the_scripts_arguments(path):
     assert set(space) <= set(protein_sweep.script_defaults(str(SCRIPT)))
 
 
-# Trials -------------------------------------------------------------------------------------------------------------------
+# Trials -------------------------------------------------------------------------------------------
 
 
 def test_what_goes_wrong_is_a_failure_told_as_the_worst_score_and_the_rest_goes_on(toy):
@@ -306,7 +306,7 @@ def test_samplers_learn_and_minimizing_is_maximizing_the_negative(toy, sampler):
     assert best < 0.1
 
 
-# The study ----------------------------------------------------------------------------------------------------------------
+# The study ----------------------------------------------------------------------------------------
 
 
 def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):

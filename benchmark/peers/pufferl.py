@@ -3,8 +3,8 @@
     .peers/pufferl/bin/python benchmark/peers/pufferl.py --steps 40_000_000 --folder DIR
     .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id envs.memory:CountRecallEasy-v0 ...
 
-Every hyperparameter is left as the environment's .ini has it (Breakout: 2 x 1024 environments,
-segments of 64, minibatches of 32768, Muon). Its best on two CPU cores is Serial vectorization with
+Hyperparameters are as the environment's .ini has them (Breakout: segments of 64, minibatches of
+32768, Muon), but on a CPU two objects of environments, and a schedule of --total-timesteps. Its best on two CPU cores is Serial vectorization with
 torch.compile: 63-72 thousand steps a second, against 11-16 Serial and eager and 30 with
 Multiprocessing and eager. It needs heavyball 1.7.2, the release of its time; with 2.2.1 it hardly
 learns. On a GPU everything is as its .ini has it: eight processes of 1024 environments, eager,
