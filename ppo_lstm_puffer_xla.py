@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# How long OpenMP's threads wait awake: by default 30 times as long, and a second program stops it.
+# How long OpenMP's threads wait awake; with the default, 30 times as long, other programs starve.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import gymnasium as gym
