@@ -443,7 +443,7 @@ def tiny(group: dict) -> dict:
         args = args[2:]
     args = [*args, *TINY.split(), "--device", "cpu", "--num-workers", "0"]
     changes = {"programs": {name: program | {"args": args}}, "steps": STEPS, "duration": None}
-    return group | changes | {"seeds": [1]}
+    return group | changes | {"seeds": [1], "solved": None, "games": 2}
 
 
 def test_the_benchmark_of_a_gpu_runs_through_on_a_cpu_at_tiny_sizes(tmp_path):
