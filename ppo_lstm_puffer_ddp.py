@@ -574,13 +574,13 @@ def train(args: Args, envs: "Envs", run: "Run"):
                 act_of(t, rows.start, rows.stop)()
                 if t < T:
                     envs.send(actions[t, rows].cpu().numpy())
+        if args.clip_rewards and not args.norm_rewards:
+            rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # before t = 0 comes row -1, still of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
             observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
-        elif args.clip_rewards:
-            rewards.clip_(-1, 1)
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
         update_began = time.perf_counter()

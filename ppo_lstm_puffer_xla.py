@@ -485,8 +485,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         dones[at, agents] = put(done)
         valid[at, agents] = put(is_valid)
         if t > 0:
-            clip = args.clip_rewards and not args.norm_rewards
-            rewards[indices[t - 1], agents] = put(reward.clip(-1, 1) if clip else reward)
+            rewards[indices[t - 1], agents] = put(reward)
         return agents
 
     @torch.no_grad()
@@ -550,6 +549,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
                 if t < T:
                     envs.send(rows_of_this_host(actions[indices[t], rows][0]).numpy())
         counted = valid[:T]
+        if args.clip_rewards and not args.norm_rewards:
+            rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # before t = 0 comes row -1, still of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]

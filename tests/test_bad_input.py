@@ -1,4 +1,4 @@
-"""A wrong argument is one line that names the flag, the value and what would be right; exit code 2."""
+"""A wrong argument is one line that names the flag, the value and what is right; exit code 2."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What pufferlib.patch does to PufferLib, with worker processes that are real and environments that are tiny."""
+"""What pufferlib.patch does to PufferLib, with real worker processes and tiny environments."""
 
 import ctypes
 import hashlib

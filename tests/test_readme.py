@@ -73,7 +73,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def clone(finished, tmp_path, monkeypatch):
-    """The current folder: all that a clone has, a run, a sweep's result and README's environment."""
+    """The current folder: what a clone has, a run, a sweep's result, README's environment."""
     for path in ROOT.iterdir():
         if path.name not in ("runs", "sweeps", "wandb", "resources", ".git"):
             (tmp_path / path.name).symlink_to(path)
@@ -109,7 +109,7 @@ def train(words: list[str]):
 
 
 def torchrun(words: list[str]):
-    """torchrun reads its part, the script its own, and the sizes split. tests/test_ddp.py runs it."""
+    """torchrun reads its part, the script its own, and sizes split. tests/test_ddp.py runs it."""
     given = torch.distributed.run.parse_args(words)
     args, _ = ddp.parse_args(given.training_script_args)
     ranks = int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node)

@@ -113,7 +113,7 @@ class Doors(Episode):
 
 
 class Scene(Task):
-    """An image, bright on one side, among other numbers; `lamp` swaps the side that is asked for."""
+    """An image, bright on one side, among other numbers; `lamp` swaps the side asked for."""
 
     observation_space = Dict(
         clock=Box(0, 2000, (2,)), picture=Box(0, 255, (36, 40, 3), np.uint8), zlamp=Discrete(2)
@@ -296,6 +296,13 @@ def test_shaped_rewards_of_an_episode_add_up_to_the_potential_it_began_with(fork
     torch.testing.assert_close(rest, 0.9**2 * potentials[5] - potentials[3])
     more = module.shape_rewards(torch.ones(5, 2), observations, dones, args)
     torch.testing.assert_close(more, shaped + 1)
+
+
+def test_shaped_rewards_are_not_clipped(fork, train, record):
+    module = fork("reward_shaping")
+    seen = record(module, "draw_minibatch", lambda _, values, rewards, *rest: rewards.abs().max())
+    train(module, "--env-id cartpole --shaping-coef 9")
+    assert max(seen) > 1
 
 
 def test_stages_switch_where_they_should_and_a_resumed_run_is_in_its_stage(fork, train, record):

@@ -55,7 +55,7 @@ def started():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished small run with checkpoints after 4 and 8 iterations, in `run`. No test changes it."""
+    """A finished small run with checkpoints after 4 and 8 iterations. No test changes it."""
     folder = tmp_path_factory.mktemp("finished")
     result = run_script("--checkpoint-interval", "4", cwd=folder)
     assert result.returncode == 0, result.stderr
@@ -158,7 +158,7 @@ def test_command_line_beats_config_and_env_arguments_reach_the_environment(finis
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of a run of 40 iterations that was killed some lines after its checkpoint at 20."""
+    """The folder of a run of 40 iterations killed some lines after its checkpoint at 20."""
     folder = tmp_path_factory.mktemp("killed")
     arguments = ["--total-timesteps", 40 * STEPS, "--checkpoint-interval", "20"]
     process = start_script(*arguments, cwd=folder)

@@ -1,4 +1,4 @@
-"""What a start finds out: precision, threads, whether compiling works here, what was compiled before."""
+"""What a start finds out: precision, threads, whether compiling works, what was compiled."""
 
 import contextlib
 import json
@@ -174,7 +174,7 @@ sys.exit(code)
 
 
 def compiled_run(factor: float, folder) -> tuple[dict, float]:
-    """The cache's counters, and the last gradient's norm, of a small run with its cache in folder."""
+    """The cache's counters, and the last gradient's norm, of a small run with a cache in folder."""
     (folder / "run.py").write_text(RUN.replace("FACTOR", str(factor)))
     sizes = ["--num-steps", "2", "--minibatch-size", "16", "--total-timesteps", "64", "--compile"]
     env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
