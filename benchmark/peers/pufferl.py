@@ -4,12 +4,11 @@
     .peers/pufferl/bin/python benchmark/peers/pufferl.py --env-id envs.memory:CountRecallEasy-v0 ...
 
 Hyperparameters are as the environment's .ini has them (Breakout: segments of 64, minibatches of
-32768, Muon), but on a CPU two objects of environments, and a schedule of --total-timesteps. Its best on two CPU cores is Serial vectorization with
-torch.compile: 63-72 thousand steps a second, against 11-16 Serial and eager and 30 with
-Multiprocessing and eager. It needs heavyball 1.7.2, the release of its time; with 2.2.1 it hardly
-learns. On a GPU everything is as its .ini has it: eight processes of 1024 environments, eager,
-float32 (--train '{"compile": true, "compile_mode": "default"}' compiles). Its seeding is commented
-out, so torch and numpy are seeded here.
+32768, Muon), but for the schedule, which --total-timesteps gives. On a CPU there are 2 x 1024
+environments, Serial and compiled, its best on two cores: 63-72 thousand steps a second, against
+11-16 Serial and eager and 30 with Multiprocessing and eager. On a GPU it is as its .ini has it:
+8 x 1024, Multiprocessing, eager, float32. It needs heavyball 1.7.2, the release of its time; with
+2.2.1 it hardly learns. Its seeding is commented out, so torch and numpy are seeded here.
 
 A Gymnasium id (module:Id-v0) runs through its emulation with its default.ini, its default network
 with an LSTM, and the sizes of configs/popgym.yaml instead of minibatches of 8192, of which a Python
@@ -31,7 +30,7 @@ NUM_ENVS = 64
 SIZES = {"minibatch_size": 1024, "update_epochs": 2}
 FASTEST = "Serial with torch.compile"
 NOTE = f"{FASTEST}, the fastest of what was tried on two cores; its own .ini otherwise"
-ON_A_GPU = "its own .ini, backend and compiling included"
+ON_A_GPU = "its own .ini, backend and compiling included, but for the schedule"
 EMULATED = f"{FASTEST}; {NUM_ENVS} environments, {SIZES}; its default.ini and network otherwise"
 
 
@@ -42,7 +41,8 @@ def make_gymnasium(env_id: str, kwargs: dict, buf=None, seed=0):
 
 def main():
     parser = arguments(__doc__.split("\n")[0])
-    parser.add_argument("--backend", choices=("Serial", "Multiprocessing"), default="Serial")
+    backends = ("Serial", "Multiprocessing")
+    parser.add_argument("--backend", choices=backends, default="Serial", help="on a CPU")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--hidden-size", type=int, default=128, help="of a Gymnasium id's network")
     parser.add_argument("--env", type=json.loads, default={}, help="a Gymnasium id's, as JSON")
