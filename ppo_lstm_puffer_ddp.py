@@ -153,6 +153,7 @@ class Agent(nn.Module):
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
         self.policy.encoder = nn.Sequential(*layers)  # a Sequential, for `encode`; any width F
+        self.policy.encoder.to(memory_format=torch.channels_last)  # faster with images
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -502,7 +503,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     flat = zeros((sum(sizes),))
     *gradients, sums = flat.split(sizes)
     for parameter, gradient in zip(agent.parameters(), gradients):
-        parameter.grad = gradient.view_as(parameter)
+        parameter.grad = gradient.as_strided(parameter.shape, parameter.stride())  # in its layout
 
     def receive(t: int) -> slice:
         """Stores what came from the environments: o_t, d_t, and the reward of step t - 1."""

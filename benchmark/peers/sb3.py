@@ -117,10 +117,13 @@ class Lines(BaseCallback):
         return not (self.stop or self.metrics.late(time.time()))
 
 
-def flat(env: gym.Env) -> gym.Env:
-    """What is no Box as one vector, choices one-hot."""
-    is_box = isinstance(env.observation_space, gym.spaces.Box)
-    return env if is_box else gym.wrappers.FlattenObservation(env)
+def shaped(env: gym.Env) -> gym.Env:
+    """As its networks take it: a grey image with a channel; what is no Box as one vector."""
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Box):
+        return gym.wrappers.FlattenObservation(env)
+    grey = space.dtype == np.uint8 and len(space.shape) == 2
+    return gym.wrappers.ReshapeObservation(env, (*space.shape, 1)) if grey else env
 
 
 def main():
@@ -134,12 +137,13 @@ def main():
     note = config.pop("note", NOTE)
     n_envs = config.pop("n_envs")
     if gymnasium:
-        env = make_vec_env(args.env_id, n_envs, args.seed, wrapper_class=flat)
+        env = make_vec_env(args.env_id, n_envs, args.seed, wrapper_class=shaped)
     else:
         env = NativeVecEnv(args.env_id, n_envs, args.seed)
     if config.pop("normalize", False):
         env = VecNormalize(env, gamma=config["gamma"])
     total = config.pop("n_timesteps", args.total_timesteps)
+    kind = config.pop("policy", "MlpLstmPolicy")
     network = config.pop("policy_kwargs", {})
     policy = dict(network)
     if "activation_fn" in policy:
@@ -149,7 +153,7 @@ def main():
     linear = config.pop("linear", [])
     falling = {name: (lambda left, first=config[name]: left * first) for name in linear}
     options = {"policy_kwargs": policy, "seed": args.seed, "device": "cpu"}
-    model = RecurrentPPO("MlpLstmPolicy", env, **options, **(config | falling))
+    model = RecurrentPPO(kind, env, **options, **(config | falling))
     said = config | network | {"n_envs": n_envs, "linear": linear}
     metrics = Metrics(args, "sb3-contrib", said, note)
     if tuned:
