@@ -217,8 +217,7 @@ class Ranks(Script):
 
     def after(self, target: str, signum: int, early: bool) -> list[str]:
         if target == "torchrun":
-            errors = set(range(-64, 256)) - {0}
-            return self.settle({-SIGKILL} if signum == SIGKILL else errors, early)
+            return self.settle(set(range(-64, 256)) - {0}, early)  # an error, or the signal
         wait_until(lambda: len(self.parts()) > self.trained or self.over())
         if len(self.parts()) == self.trained:
             return [f"the job did not go on; torchrun's exit code: {self.process.poll()}"]

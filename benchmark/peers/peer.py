@@ -46,8 +46,7 @@ class Metrics:
         args.folder.mkdir(parents=True, exist_ok=True)
         self.args = args
         self.note = note
-        paths = ("data_dir", "train_dir")
-        self.config = {key: value for key, value in config.items() if key not in paths}
+        self.config = {key: config[key] for key in config if not key.endswith("_dir")}
         libraries = ("torch", "pufferlib", library)
         self.versions = {name: importlib.metadata.version(name) for name in libraries}
         self.versions["python"] = platform.python_version()

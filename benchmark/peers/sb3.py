@@ -122,8 +122,8 @@ def shaped(env: gym.Env) -> gym.Env:
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box):
         return gym.wrappers.FlattenObservation(env)
-    grey = space.dtype == np.uint8 and len(space.shape) == 2
-    return gym.wrappers.ReshapeObservation(env, (*space.shape, 1)) if grey else env
+    flat = len(space.shape) == 2
+    return gym.wrappers.ReshapeObservation(env, (*space.shape, 1)) if flat else env
 
 
 def main():
@@ -132,8 +132,7 @@ def main():
     args = parser.parse_args()
     tuned = args.env_id in SETTINGS
     gymnasium = ":" in args.env_id
-    others = "gymnasium" if gymnasium else "ocean"
-    config = dict(SETTINGS[args.env_id if tuned else others])
+    config = dict(SETTINGS[args.env_id if tuned else "gymnasium" if gymnasium else "ocean"])
     note = config.pop("note", NOTE)
     n_envs = config.pop("n_envs")
     if gymnasium:
