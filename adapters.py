@@ -6,6 +6,7 @@ observation is seen, and a truncated episode can be bootstrapped from it.
 """
 
 import ctypes
+import fcntl
 import importlib
 import inspect
 import json
@@ -579,7 +580,17 @@ def vectorize(maker: Callable, num_envs: int, num_workers: int, seed: int):
     return pufferlib.vector.make(maker, None, env_kwargs, num_envs=copies, seed=seed, **backend)
 
 
-# Memory and compiling -----------------------------------------------------------------------------
+# Files, memory, compiling --------------------------------------------------------------------------
+
+
+def lock(file):
+    """Makes it this process's. Raises BlockingIOError where it is another's."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some file systems of clusters have no locks
+        note(f"warning: {file.name}: {error}; nobody stops a second process that writes it")
 
 
 def keep_freed_memory():

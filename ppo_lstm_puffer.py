@@ -12,7 +12,6 @@ value after a segment is bootstrapped. Below the border line is what the algorit
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import math
@@ -117,8 +116,7 @@ class Agent(nn.Module):
         self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
-        # An image is pixels with two sides of 36 or more, which the convolutions need; the smallest
-        # dimension is its channels.
+        # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
         self.pixels = adapters.is_pixels(observation_space)
         self.image = self.pixels and sorted(shape)[-2] >= 36
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
@@ -334,6 +332,8 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
 
 def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
     """Adds x (n, features) to the statistics of all rows ever seen (Chan et al. 1979)."""
+    if len(x) == 0:  # whoever acts was reset just now, or away
+        return
     norm.num_batches_tracked += len(x)  # here: rows
     share = len(x) / norm.num_batches_tracked
     change = x.mean(0) - norm.running_mean
@@ -773,7 +773,7 @@ def open_folder(args: Args, resumed: dict | None):
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a")
-        fcntl.flock(jsonl, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        adapters.lock(jsonl)
     except FileExistsError:  # another start in this second
         time.sleep(1)
         return open_folder(args, resumed)

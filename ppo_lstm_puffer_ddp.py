@@ -11,7 +11,6 @@ Rank 0 reads, writes and logs. docs/many-gpus.md: hosts, restarts, signals.
 
 import contextlib
 import ctypes
-import fcntl
 import io
 import json
 import math
@@ -132,8 +131,7 @@ class Agent(nn.Module):
         self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
-        # An image is pixels with two sides of 36 or more, which the convolutions need; the smallest
-        # dimension is its channels.
+        # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
         self.pixels = adapters.is_pixels(observation_space)
         self.image = self.pixels and sorted(shape)[-2] >= 36
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
@@ -361,6 +359,8 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
     count = x.new_full(x.shape[1:], len(x))
     totals = torch.stack((count, x.sum(0), (x**2).sum(0)))
     dist.all_reduce(totals)
+    if totals[0, 0] == 0:  # whoever acts was reset just now, or away
+        return
     _, mean, square = totals / totals[0]
     norm.num_batches_tracked += totals[0, 0].long()  # here: rows
     share = totals[0, 0].float() / norm.num_batches_tracked
@@ -874,7 +874,7 @@ def open_folder(args: Args, resumed: dict | None):
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
         jsonl = (folder / "metrics.jsonl").open("a")
-        fcntl.flock(jsonl, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        adapters.lock(jsonl)
     except FileExistsError:  # another start in this second
         time.sleep(1)
         return open_folder(args, resumed)

@@ -13,7 +13,6 @@ value after a segment is bootstrapped. Below the border line is what the algorit
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import math
@@ -121,8 +120,7 @@ class Agent(nn.Module):
         self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
-        # An image is pixels with two sides of 36 or more, which the convolutions need; the smallest
-        # dimension is its channels.
+        # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
         self.pixels = adapters.is_pixels(observation_space)
         self.image = self.pixels and sorted(shape)[-2] >= 36
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
@@ -676,7 +674,7 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
     mean, variance = moments(x, counted)
     rows = counted.sum()
     norm.num_batches_tracked += rows.long()  # here: rows
-    share = rows / norm.num_batches_tracked
+    share = rows / norm.num_batches_tracked.clamp_min(1)
     change = mean - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(variance + (1 - share) * change**2, share)
@@ -790,7 +788,7 @@ def open_folder(args: Args, resumed: dict | None):
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a")
-        fcntl.flock(jsonl, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        adapters.lock(jsonl)
     except FileExistsError:  # another start in this second
         time.sleep(1)
         return open_folder(args, resumed)

@@ -16,7 +16,7 @@ set -euo pipefail
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD
 # shellcheck disable=SC2016  (expanded on each host)
-srun --kill-on-bad-exit=1 bash -c '
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c '
     is_host=$([ "$SLURM_NODEID" = 0 ] && echo 1 || echo 0)
     exec .venv/bin/python -m torch.distributed.run \
         --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \

@@ -9,10 +9,10 @@ import numpy as np
 
 
 def grid(name, **kwargs):
-    """MiniGrid without the mission and the direction."""
-    from minigrid.wrappers import ImgObsWrapper
+    """MiniGrid's cells one-hot, without the mission and the direction."""
+    from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
 
-    return ImgObsWrapper(gym.make(name, **kwargs))
+    return ImgObsWrapper(OneHotPartialObsWrapper(gym.make(name, **kwargs)))
 
 
 def minatar(game="breakout"):

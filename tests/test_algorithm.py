@@ -619,7 +619,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, mo
 def test_statistics_have_what_lies_between_the_batches_too():
     norm = nn.BatchNorm1d(1, affine=False)
     rows = torch.arange(1024.0)[:, None]  # a clock that all environments show at once
-    for batch in rows.split(32):
+    for batch in rows[:0], *rows.split(32):
         ppo.observe(norm, batch)
     torch.testing.assert_close(norm.running_mean, rows.mean(0))
     torch.testing.assert_close(norm.running_var, rows.var(0, correction=0))

@@ -458,7 +458,7 @@ def test_the_wrapper_of_the_docs_does_what_it_says(folder):
     pathlib.Path("my_grid.py").write_text(grid)
     for kwargs in {}, {"name": "MiniGrid-MemoryS11-v0"}:
         envs = adapters.make("my_grid:Grid-v0", kwargs, 2, 0, 1)
-        assert envs.reset()[0].shape == (2, 7, 7, 3)
+        assert envs.reset()[0].shape == (2, 7, 7, 20)
 
 
 def test_atari_a_life_is_an_episode_and_the_score_is_the_games():
