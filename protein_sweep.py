@@ -42,13 +42,14 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import FrozenTrial, TrialState
 
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+warnings.filterwarnings("ignore", message="Clip non-finite")  # the GP, of failures
 
 
 @dataclass
 class Args:
     script: str = "ppo_lstm_puffer.py"
     """takes --env-id, --seed, --output-dir, --time-limit; writes config.yaml and metrics.jsonl"""
-    launcher: str = sys.executable  # what starts it, with its own arguments: "torchrun ..."
+    launcher: str = shlex.quote(sys.executable)  # what starts it: "torchrun ..."
     env_id: str = "breakout"  # the environment, as the script takes it
     space: str | None = None  # a YAML file; None: SPACE in this file, which explains the form
     metric: str = "env/score"  # any key of metrics.jsonl (Gymnasium: episodic_return)
@@ -60,14 +61,12 @@ class Args:
     confirm_seeds: int = 3  # fresh seeds for the three best at the end: the best mean wins
     pruning: bool = True  # stop a trial that is, at its cost, worse than three quarters of others
     sampler: Literal["gp", "tpe", "random"] = "gp"  # of Optuna's
-    seed: int = 1  # the sampler's; trial n trains with seed + n
+    seed: int = 1  # trial n trains with seed + n
     hang_seconds: float = 600.0  # without a new line in metrics.jsonl; compiling counts
     study_name: str | None = None  # of the study and its folder; None: <env>__<script>
     output_dir: str = "sweeps"  # the study's folder goes here
-    storage: str | None = None
-    """a database for many machines, postgresql://user@host/name; better in OPTUNA_STORAGE, an
-    environment variable, where nobody sees its password. None: study.db in the study's folder"""
-    fixed: tyro.conf.Suppress[tuple[str, ...]] = ()  # after --: for the script, in every trial
+    storage: str | None = None  # for many machines: postgresql://...; or OPTUNA_STORAGE, unseen
+    fixed: tyro.conf.Positional[tuple[str, ...]] = ()  # after --: for the script, in every trial
 
 
 class UsageError(Exception):
@@ -115,10 +114,7 @@ ent_coef: {distribution: log_normal, min: 0.00001, max: 0.03}
 
 
 class Parameter(NamedTuple):
-    """An argument of the script, on the scale on which a step is as large everywhere.
-
-    Samplers and plots see "1 - gamma", logarithmic, or the whole number "log2(num_envs)".
-    """
+    """An argument of the script, as samplers and plots see it: "1 - gamma", "log2(num_envs)"."""
 
     argument: str
     name: str
@@ -145,29 +141,23 @@ class Parameter(NamedTuple):
         return round(bounded) if isinstance(one, IntDistribution) else float(bounded)
 
 
-def parse_parameter(argument: str, entry: Any) -> Parameter:
-    """A line of a space. Raises ValueError, TypeError or KeyError."""
-    if isinstance(entry, list):
-        return Parameter(argument, argument, CategoricalDistribution(entry))
-    low = entry["min"]
-    high = entry["max"]
-    whole = type(low) is type(high) is int
-    match entry["distribution"]:
-        case "uniform_pow2":
+def parse_parameter(key: str, entry: Any) -> Parameter:
+    """A line of a space. Raises ValueError or TypeError."""
+    match entry:
+        case list():
+            return Parameter(key, key, CategoricalDistribution(entry))
+        case {"distribution": "uniform_pow2", "min": low, "max": high}:
             scale = IntDistribution(math.ceil(math.log2(low)), math.floor(math.log2(high)))
-            return Parameter(argument, f"log2({argument})", scale, lambda n: 2**n, np.log2)
-        case "logit_normal":
+            return Parameter(key, f"log2({key})", scale, lambda n: 2**n, np.log2)
+        case {"distribution": "logit_normal", "min": low, "max": high}:
             scale = FloatDistribution(round(1 - high, 9), round(1 - low, 9), log=True)
-            return Parameter(
-                argument, f"1 - {argument}", scale, lambda x: round(1 - x, 6), lambda x: 1 - x
-            )
-        case "int_uniform" | "log_normal" as kind if whole:
-            return Parameter(argument, argument, IntDistribution(low, high, kind == "log_normal"))
-        case "uniform" | "log_normal" as kind:
+            return Parameter(key, f"1 - {key}", scale, lambda x: round(1 - x, 6), lambda x: 1 - x)
+        case {"distribution": "int_uniform" | "log_normal" as name, "min": int(a), "max": int(b)}:
+            return Parameter(key, key, IntDistribution(a, b, name == "log_normal"))
+        case {"distribution": "uniform" | "log_normal" as kind, "min": low, "max": high}:
             scale = FloatDistribution(low, high, kind == "log_normal")
-            return Parameter(argument, argument, scale, lambda value: float(f"{value:.4g}"))
-        case kind:
-            raise ValueError(f"distribution {kind}, min {low}, max {high}")
+            return Parameter(key, key, scale, lambda value: float(f"{value:.4g}"))
+    raise ValueError("neither a list of choices nor {distribution, min, max}")
 
 
 # A TRIAL: a run of the script, watched through its metrics.jsonl ----------------------------------
@@ -227,8 +217,8 @@ class Run:
         since = 0.9 * self.points[-1][0]
         return float(np.mean([score for cost, score in self.points if cost >= since]))
 
-    def watch(self, trial: optuna.Trial, sweep: "Sweep") -> bool:
-        """Until it is over, or is to be pruned: whether it is. Raises RunFailed."""
+    def watch(self, trial: optuna.Trial, sweep: "Sweep") -> str | None:
+        """Until it is over or to be pruned; returns how it ended. Raises RunFailed, UsageError."""
         args = sweep.args
         pruning = args.pruning and "again" not in trial.user_attrs
         seen = time.monotonic()
@@ -247,15 +237,11 @@ class Run:
                 reported = milestone
                 trial.report(self.score(), milestone)
                 if pruning and trial.should_prune():
-                    return True
-        return False
-
-    def check(self):
-        """Once it is over. Raises RunFailed, or UsageError where the command is wrong."""
+                    return "pruned"
         self.read()
         code = self.process.returncode
         tail = self.log.read_text(errors="replace").strip()[-2000:]
-        if code == 2 and not self.latest:
+        if code in (2, 126, 127) and not self.latest:  # 126, 127: of env, no such launcher
             raise UsageError(f"the script refused its arguments:\n{tail}")
         if code:
             crash = f"exit code {code}: " + tail.rpartition("\n")[2]
@@ -263,38 +249,41 @@ class Run:
         if not self.points:
             have = ", ".join(sorted(self.latest)) or "nothing"
             raise UsageError(f"--metric: no {self.metric} in metrics.jsonl, which has {have}")
+        return self.latest.get("exit_reason")
 
 
 def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
     """Runs the script with what the study suggests; returns its score. Optuna's objective.
 
     Optuna's samplers leave failed and pruned trials out, and would try the like again and again.
-    So a failed one is told as the worst score so far, and a pruned one with the score that it had.
+    So a failed one is told as infinitely bad, and a pruned one with the score that it had.
     """
     arguments = {one.argument: one.suggest(trial) for one in sweep.space}
     folder = sweep.folder / "trials" / f"{trial.number:04d}"
     slot = sweep.slots.pop()
+    first = not sweep.begun
+    sweep.begun = True
     run = Run(slot + sweep.command(trial, arguments, folder), folder, sweep.args.metric)
     try:
-        pruned = run.watch(trial, sweep)
-        if not pruned:
-            run.check()
+        end = run.watch(trial, sweep)
         if not math.isfinite(run.score()):
             raise RunFailed(f"{run.metric} is not finite")
+        configs = list(folder.glob("*/config.yaml"))
+        if not configs:
+            raise UsageError("the script writes no config.yaml")
     except (RunFailed, UsageError) as error:
+        if isinstance(error, UsageError) and first and not sweep.worked():
+            sweep.stopping = error  # all other trials would be refused too
+            raise InterruptedError from error
         trial.set_user_attr("failure", str(error))
-        scores = [one.value for one in sweep.worked()]
-        if scores:
-            return min(scores) if sweep.args.direction == "maximize" else max(scores)
-        sweep.stopping |= isinstance(error, UsageError)  # all other trials would be refused too
-        raise
+        return -math.inf if sweep.args.direction == "maximize" else math.inf
     finally:
         run.end()
         sweep.slots.append(slot)
-    config = next(folder.glob("*/config.yaml"))
-    trial.set_user_attr("config", yaml.safe_load(config.read_text()))
+    config = yaml.safe_load(configs[0].read_text())
+    trial.set_user_attr("config", {key: config[key] for key in config if key not in OURS})
     trial.set_user_attr("cost", run.points[-1][0])
-    trial.set_user_attr("end", "pruned" if pruned else run.latest.get("exit_reason"))
+    trial.set_user_attr("end", end)
     return run.score()
 
 
@@ -328,17 +317,15 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
     connect = partial(optuna.storages.RDBStorage, url, engine_kwargs=wait, **beat)
     with from_user("--storage"):
-        try:
+        with contextlib.suppress(sqlalchemy.exc.DBAPIError):
             return connect()
-        except sqlalchemy.exc.DBAPIError:
-            time.sleep(1)  # two that make the tables at once: one fails, but not twice
-            return connect()
+        time.sleep(1)  # two that make the tables at once: one fails, but not twice
+        return connect()
 
 
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
     """The study, new or as it was left. first: the arguments of its first trial."""
-    seed = args.seed + os.getpid() * 1000  # lest two processes, or a restart, draw the same
-    sampler = SAMPLERS[args.sampler](seed=seed)
+    sampler = SAMPLERS[args.sampler]()  # seeded anew: two processes, or a restart, draw otherwise
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys}
@@ -350,12 +337,11 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
         names = {"study_name": args.study_name, "storage": storage, "load_if_exists": True}
         options = {"direction": args.direction, "sampler": sampler, "pruner": pruner}
         study = optuna.create_study(**names, **options)
-        before = study.user_attrs.get("same", same)
-        changed = ", ".join(key for key in same if before[key] != same[key])
-        if changed:
-            reason = f"exists with another {changed}; take another, or delete it"
-            raise UsageError(f"--study-name {args.study_name}: {reason}")
-        study.set_user_attr("same", same)
+        for key, value in same.items():
+            if study.user_attrs.get(key, value) != value:
+                reason = f"exists with another {key}; take another, or delete it"
+                raise UsageError(f"--study-name {args.study_name}: {reason}")
+            study.set_user_attr(key, value)
         study.enqueue_trial(params, skip_if_exists=True)
     study.ask = one_at_a_time(folder)(study.ask)
     return study
@@ -384,7 +370,8 @@ class Sweep:
         self.target = args.num_trials  # so many are to be over
         self.deadline = time.monotonic() + args.timeout
         self.better = max if args.direction == "maximize" else min
-        self.stopping = 0  # or the number of the signal that said so
+        self.begun = False  # whether a trial of this process has begun
+        self.stopping = 0  # or what said so: a signal's number, the UsageError of a first trial
         names = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = names.split(",") if names else list(range(torch.cuda.device_count())) or [""]
         cores = divide(sorted(os.sched_getaffinity(0)), args.workers)
@@ -411,33 +398,29 @@ class Sweep:
         for signum in signal.SIGINT, signal.SIGTERM:
             signal.signal(signum, self.stop)
         print(f"{self.folder}: {len(self.counted())} of {self.target} trials", flush=True)
+        options = {"n_jobs": self.args.workers, "catch": InterruptedError}
+        options |= {"callbacks": [self.after_trial]}
         while not self.stopping:
             try:
-                self.search()
-                break
-            except UsageError:  # the first trial was refused; a corrected command begins anew
-                if not self.worked() and not self.study.get_trials(states=RUNNING):
-                    storage = open_storage(self.args, self.folder)
-                    optuna.delete_study(study_name=self.args.study_name, storage=storage)
-                raise
+                if self.enough() and not self.queue_best_again():
+                    break
+                missing = self.target - len(self.counted())
+                self.study.optimize(partial(run_trial, sweep=self), n_trials=missing, **options)
             except (optuna.exceptions.OptunaError, ValueError) as error:
                 if isinstance(error, ValueError) and "Cannot tell" not in str(error):
                     raise
                 reason = str(error.__cause__ or error).split("\n")[0]
                 print(f"warning: the database was away: {reason}; on in ten seconds", flush=True)
                 time.sleep(10)  # a trial that was lost is run again
+        if isinstance(self.stopping, UsageError):
+            if not self.worked() and not self.study.get_trials(states=RUNNING):
+                storage = open_storage(self.args, self.folder)  # a corrected command begins anew
+                optuna.delete_study(study_name=self.args.study_name, storage=storage)
+            raise self.stopping
         self.report()
         if self.stopping:
             print("interrupted; the same command goes on")
         return 128 + self.stopping if self.stopping else 0
-
-    def search(self):
-        """Up to the target, which grows when the best are to run again."""
-        options = {"n_jobs": self.args.workers, "catch": (RunFailed, InterruptedError)}
-        options |= {"callbacks": [self.after_trial]}
-        while not self.enough() or self.queue_best_again():
-            missing = self.target - len(self.counted())
-            self.study.optimize(partial(run_trial, sweep=self), n_trials=missing, **options)
 
     def stop(self, signum: int, frame):
         self.stopping = signum
@@ -448,8 +431,7 @@ class Sweep:
 
     def counted(self) -> list[FrozenTrial]:
         """Trials that are over, well or not; not those that were interrupted."""
-        trials = self.study.get_trials(deepcopy=False)
-        return [one for one in trials if one.values or "failure" in one.user_attrs]
+        return self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
 
     def worked(self) -> list[FrozenTrial]:
         return [trial for trial in self.counted() if "failure" not in trial.user_attrs]
@@ -457,17 +439,10 @@ class Sweep:
     def same_params(self) -> list[list[FrozenTrial]]:
         """Trials, those of the same hyperparameters together, the best first run first."""
         groups = {}
-        for trial in self.study.get_trials(states=[TrialState.COMPLETE]):
+        for trial in self.counted():
             if "failure" not in trial.user_attrs or str(trial.params) in groups:
                 groups.setdefault(str(trial.params), []).append(trial)
-        down = self.better is max
-        return sorted(groups.values(), key=lambda trials: trials[0].value, reverse=down)
-
-    def best(self) -> list[FrozenTrial]:
-        """The trials of the best hyperparameters, of those that have run again if there are any."""
-        groups = self.same_params()
-        confirmed = [trials for trials in groups if len(trials) > self.args.confirm_seeds]
-        return self.better(confirmed or groups, key=fresh_mean, default=[])
+        return sorted(groups.values(), key=lambda one: one[0].value, reverse=self.better is max)
 
     def queue_best_again(self) -> bool:
         """The best, each on as many fresh seeds, once nothing else is left. Whether there is now."""
@@ -494,24 +469,26 @@ class Sweep:
         else:
             line = f"{trial.value:.5g} in {facts['cost']:.1f} s ({facts['end']})"
         with one_at_a_time(self.folder):
-            best = self.best()
-            if best:
-                line += f"; best {fresh_mean(best):.5g} (trial {best[0].number})"
-                self.write_best(best)
+            line += self.write_best()
         print(f"trial {trial.number}: {line}; {len(self.counted())} of {self.target}", flush=True)
         if self.enough():
             study.stop()
 
-    def write_best(self, trials: list[FrozenTrial]):
-        """best.yaml, anew after every trial: the configuration of the best trial's run."""
+    def write_best(self) -> str:
+        """best.yaml, anew after every trial: of what has run again if anything has. In words."""
+        groups = self.same_params()
+        if not groups:
+            return ""
+        confirmed = [trials for trials in groups if len(trials) > self.args.confirm_seeds]
+        trials = self.better(confirmed or groups, key=fresh_mean)
         score = f"{self.args.metric} {fresh_mean(trials):.6g}"
         how = f"mean of {len(trials) - 1} fresh seeds" if trials[1:] else "one run, so partly luck"
-        config = trials[0].user_attrs["config"]
-        config = {key: config[key] for key in config if key not in OURS}
         text = f"# Trial {trials[0].number} of study {self.args.study_name}: {score} ({how}).\n"
+        text += yaml.safe_dump(trials[0].user_attrs["config"], sort_keys=False)
         temporary = self.folder / "best.yaml.tmp"
-        temporary.write_text(text + yaml.safe_dump(config, sort_keys=False))
+        temporary.write_text(text)
         temporary.replace(self.folder / "best.yaml")
+        return f"; best {fresh_mean(trials):.5g} (trial {trials[0].number})"
 
     def report(self):
         """pareto.png, importances.png, and a table of the front."""
@@ -519,12 +496,13 @@ class Sweep:
         if not trials:
             print(f"no trial has a score; the logs are in {self.folder / 'trials'}")
             return
+        with one_at_a_time(self.folder):
+            self.write_best()  # another machine's trial may have ended last
         matplotlib.use("Agg")
         plots = optuna.visualization.matplotlib
         both = optuna.create_study(directions=["minimize", self.args.direction])
         for one in trials:
-            values = [one.user_attrs["cost"], one.value]
-            both.add_trial(optuna.create_trial(values=values, user_attrs={"number": one.number}))
+            both.add_trial(optuna.create_trial(values=[one.user_attrs["cost"], one.value]))
         axes = plots.plot_pareto_front(both, target_names=["seconds of training", self.args.metric])
         axes.figure.savefig(self.folder / "pareto.png", dpi=150, bbox_inches="tight")
         with contextlib.suppress(ValueError, RuntimeError):  # fewer than two, or all alike
@@ -532,7 +510,7 @@ class Sweep:
             axes.figure.savefig(self.folder / "importances.png", dpi=150, bbox_inches="tight")
         print(f"no trial beats these in both:\n trial    cost, s {self.args.metric:>18}")
         for one in sorted(both.best_trials, key=lambda one: one.values):
-            print("{:>6} {:>10.1f} {:>18.5g}".format(one.user_attrs["number"], *one.values))
+            print("{:>6} {:>10.1f} {:>18.5g}".format(trials[one.number].number, *one.values))
 
 
 # PLUMBING: command line ---------------------------------------------------------------------------
@@ -547,9 +525,8 @@ def script_defaults(path: str) -> dict[str, Any]:
     defaults = {}
     for node in tree.body:
         for field in node.body if getattr(node, "name", "") == "Args" else []:
-            if isinstance(field, ast.AnnAssign):
-                with contextlib.suppress(ValueError):  # no constant
-                    defaults[field.target.id] = ast.literal_eval(field.value)
+            with contextlib.suppress(AttributeError, ValueError):  # no field, or no constant
+                defaults[field.target.id] = ast.literal_eval(field.value)
     return defaults
 
 
@@ -561,9 +538,8 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
 
 def prepare(argv: list[str]) -> Sweep:
     """Everything that can be wrong is found here. Raises UsageError."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    args = tyro.cli(Args, args=argv[:cut], description=__doc__)
-    args.fixed = tuple(word for given in argv[cut + 1 :] for word in given.split("=", 1))
+    args = tyro.cli(Args, args=argv, description=__doc__)
+    args.fixed = tuple(word for given in args.fixed for word in given.split("=", 1))
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
@@ -578,8 +554,9 @@ def prepare(argv: list[str]) -> Sweep:
             with from_user(f"--space, {argument}: {entry}, not as in SPACE"):
                 space.append(parse_parameter(argument, entry))
     first = script_defaults(args.script)
-    if "config" in given:
-        first |= read_yaml(args.fixed[args.fixed.index("--config") + 1], "-- --config")
+    following = dict(zip(args.fixed, args.fixed[1:]))
+    if "--config" in following:
+        first |= read_yaml(following["--config"], "-- --config")
     first |= {f"env.{key}": value for key, value in (first.get("env") or {}).items()}
     name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{Path(args.script).stem}")
     args.study_name = args.study_name or name
