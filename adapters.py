@@ -42,9 +42,11 @@ def note(text: str):
 
 
 def is_pixels(space: gym.Space) -> bool:
-    """Bytes with two sides of 8 or more. Smaller grids hold names, as MiniGrid's 7 x 7 x 3."""
+    """Bytes up to 255 with two sides of 8 or more. Smaller grids hold names, as MiniGrid's."""
     shape = space.shape or ()
-    return space.dtype == np.uint8 and len(shape) in (2, 3) and sorted(shape)[-2] >= 8
+    if space.dtype != np.uint8 or len(shape) not in (2, 3) or sorted(shape)[-2] < 8:
+        return False
+    return bool((space.high == 255).all())
 
 
 def is_text(space: gym.Space) -> bool:
@@ -141,7 +143,10 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
                 remark(f"observation: no image but numbers, {space.dtype} of shape {space.shape}")
 
         def write(row: np.ndarray, observation):
-            row[...] = as_shape(observation, space.shape)
+            array = as_shape(observation, space.shape)
+            row[...] = array
+            if row.dtype != array.dtype and row.dtype == np.uint8 and not (row == array).all():
+                raise ValueError(f"{array.dtype} that are no bytes; declare its Box so, or round")
 
         return seen, write, {}
     columns = {}
@@ -234,14 +239,29 @@ def choices(space: gym.Space) -> tuple[list[int], Callable]:
 
 def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of an info by their names, those of a dictionary in it as outer/inner."""
-    for key, value in (info or {}).items():
+    for key, value in info.items() if isinstance(info, Mapping) else ():
         if isinstance(value, Mapping):
             yield from numbers_in(value, f"{prefix}{key}/")
-        elif isinstance(value, np.ndarray | np.generic):
-            if value.size == 1 and value.dtype.kind in "biuf":
-                yield f"{prefix}{key}", float(value.item())
-        elif isinstance(value, bool | int | float):
-            yield f"{prefix}{key}", float(value)
+            continue
+        if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+            value = value.item()
+        if isinstance(value, bool | int | float) and abs(value) < sys.float_info.max:
+            yield f"{prefix}{key}", float(value)  # not NaN: the mean is of those that have it
+
+
+RESET = ("reset", "observation, info")
+STEP = ("step", "observation, reward, terminated, truncated, info")
+
+
+def parts(result, method: str, names: str) -> tuple:
+    """What reset or step returned, if it is so many things."""
+    values = isinstance(result, tuple | list)
+    if not values or len(result) != len(names.split()):
+        returned = f"{len(result)} values" if values else type(result).__name__
+        raise APIUsageError(
+            f"its {method} returned {returned}; since Gymnasium and gym 0.26 it is {names}"
+        )
+    return result
 
 
 class AdaptedEnvs(pufferlib.PufferEnv):
@@ -265,6 +285,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.steps = 0
         remark = note if buf is None else lambda text: None  # in a worker: said already
         observation_space, action_space = self.spaces()
+        for space in observation_space, action_space:
+            if not isinstance(space, gym.Space):
+                raise APIUsageError(f"{space!r:.80} is no space of Gymnasium's")
         self.num_agents = num_envs * len(self.agents)
         observed = flat_observations(observation_space, remark)
         self.single_observation_space, self.write, self.columns = observed
@@ -348,12 +371,13 @@ class GymnasiumEnvs(AdaptedEnvs):
         return self.envs[0].observation_space, self.envs[0].action_space
 
     def reset_one(self, i: int, **seed):
-        observation, _ = self.envs[i].reset(**seed)
+        observation, _ = parts(self.envs[i].reset(**seed), *RESET)
         self.observe(i, observation)
         self.over[i] = False
 
     def step_one(self, i: int, own_actions: list, infos: list):
-        observation, reward, terminated, truncated, info = self.envs[i].step(own_actions[i])
+        result = self.envs[i].step(own_actions[i])
+        observation, reward, terminated, truncated, info = parts(result, *STEP)
         self.observe(i, observation)
         self.reward(i, reward)
         if terminated or truncated:
@@ -396,7 +420,7 @@ class PettingZooEnvs(AdaptedEnvs):
                 self.observe(rows[agent], observations[agent])
 
     def reset_one(self, i: int, **seed):
-        observations, _ = self.envs[i].reset(**seed)
+        observations, _ = parts(self.envs[i].reset(**seed), *RESET)
         self.show(self.rows(i), observations, self.envs[i].agents)
         self.over[i] = False
 
@@ -405,7 +429,8 @@ class PettingZooEnvs(AdaptedEnvs):
         rows = self.rows(i)
         playing = list(env.agents)
         actions = {agent: own_actions[rows[agent]] for agent in playing}
-        observations, rewards, terminations, truncations, agent_infos = env.step(actions)
+        result = parts(env.step(actions), *STEP)
+        observations, rewards, terminations, truncations, agent_infos = result
         begun = [agent for agent in env.agents if agent not in playing]
         self.show(rows, observations, playing + begun)
         ended = set()
@@ -424,7 +449,7 @@ class PettingZooEnvs(AdaptedEnvs):
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
             ended.add(agent)
-            infos.append(dict(numbers_in(agent_infos.get(agent))))
+            infos.append(dict(numbers_in((agent_infos or {}).get(agent))))
         self.over[i] = ended.issuperset(env.agents)
 
 
@@ -432,21 +457,25 @@ class PettingZooEnvs(AdaptedEnvs):
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, and a date the text that it is."""
+    """YAML as people write it: 1e-3 is a number; a date and 16:9 are the texts that they are."""
 
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
 yaml.SafeDumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)  # "1e-3" in quotes
 Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
+TEXT = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?$|0\d+$")  # 16:9, 010: no base 60, no octal
+for sign in "+-0123456789":
+    Loader.yaml_implicit_resolvers.setdefault(sign, []).insert(0, ("tag:yaml.org,2002:str", TEXT))
 
 
 def parse_value(text: str):
     """An environment's argument, as --env.KEY has it: a YAML value, or a text that is none."""
     try:
-        return yaml.load(text, Loader)
+        value = yaml.load(text, Loader)
     except yaml.YAMLError:
         return text
+    return text if value is None and text.strip()[:1] in ("", "#") else value  # "#ff0000"
 
 
 def format_value(value) -> str:

@@ -217,16 +217,6 @@ def test_steady_speed_is_that_of_the_second_half_after_the_first_update():
     assert run.steady_speed([30.0], [10]) is None
 
 
-def test_curve_is_thinned_and_keeps_its_end():
-    rows = [{"step": 2 * n, "time": float(n), "env/score": 1.0} for n in range(1, 1002)]
-    result = run.from_rows(rows)
-    assert len(result["curve"]["step"]) <= 401
-    assert result["curve"]["step"][-1] == 2002
-    assert result["curve"]["score"][-1] == 1
-    assert result["sps_steady"] == 2
-    assert run.from_rows([])["curve"]["step"] == []
-
-
 def test_the_first_update_of_ours_stands_before_what_it_logged(tmp_path):
     row = {"step": 100, "iteration": 10, "time": 9.0}
     last = {"step": 100, "exit_reason": "sigint"}

@@ -2,6 +2,7 @@
 refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and in workers."""
 
 import contextlib
+import os
 import pathlib
 import re
 import sys
@@ -21,6 +22,7 @@ import ppo_lstm_puffer as ppo
 from envs.probes import Episode
 
 UNIT = Box(-1, 1, (1,))
+BYTES = Box(0, 255, (8, 8), np.uint8)
 
 
 class Scripted(gym.Env):
@@ -64,7 +66,8 @@ OBSERVATIONS = {
     "int64": (Box(-9, 9, (2,), np.int64), np.array([7, -9]), [7, -9]),
     "bool": (Box(0, 1, (2,), bool), np.array([True, False]), [1, 0]),
     "small grid": (Box(0, 255, (1, 2), np.uint8), np.uint8([[7, 255]]), [[7, 255]]),
-    "pixels": (Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 7, np.uint8), np.full((8, 8), 7)),
+    "pixels": (BYTES, np.full((8, 8), 7, np.uint8), np.full((8, 8), 7)),
+    "board": (Box(0, 1, (8, 9), np.uint8), np.eye(8, 9), np.eye(8, 9)),
     "Discrete": (Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
     "MultiDiscrete": (MultiDiscrete([2, 2], start=[5, -1]), [6, -1], [0, 1, 1, 0]),
     "MultiBinary": (gym.spaces.MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
@@ -187,6 +190,7 @@ def test_reward_that_holds_one_number_is_that_number(reward):
         ({"observation": [1, 2]}, pufferlib.APIUsageError, r"environment 0 .*\(2,\).*\(1,\)"),
         ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
         ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
+        ({"observation": np.eye(8) / 2, "space": BYTES}, pufferlib.APIUsageError, "no bytes"),
     ],
 )
 def test_what_is_no_number_or_does_not_fit_is_named(script, kind, named):
@@ -196,9 +200,17 @@ def test_what_is_no_number_or_does_not_fit_is_named(script, kind, named):
         step(envs)
 
 
+def test_the_api_before_gymnasium_is_named():
+    envs = adapted()
+    envs.envs[0].reset = lambda **seed: np.zeros(2)
+    with pytest.raises(pufferlib.APIUsageError, match="reset returned ndarray"):
+        envs.reset(seed=1)
+
+
 def test_numbers_of_an_info_are_logged_and_nothing_else():
     numbers = {"score": 80, "is_success": np.True_, "length": np.array([8]), 3: 0.5}
     others = {"list": [1], "many": np.arange(3), "none": None, "text": "go", "complex": 1j}
+    others |= {"never": np.nan, "huge": 10**400}
     told = numbers | others | {"episode": {"r": np.float32(1.5), "who": "me"}}
     _, envs = rollout(adapted(num_envs=2, info=told), 4)
     logged = {"score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
@@ -433,6 +445,18 @@ def test_even_workers_are_double_buffered(num_workers, groups):
         assert covered == [(8 // groups * i, 8 // groups * (i + 1)) for i in range(groups)]
         assert all(observations.shape == (8 // groups, 4) for _, observations, *_ in received)
     assert not any(process.is_alive() for process in envs.vecenv.processes)
+
+
+def test_workers_close_their_environments(tmp_path):
+    class Closes(Scripted):
+        def close(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    gym.register("Closes-v0", Closes)
+    envs = adapters.make("Closes-v0", {}, 2, 2, 1)
+    envs.async_reset(1)
+    envs.close()
+    assert len(list(tmp_path.iterdir())) == 3  # that of this process too
 
 
 @pytest.mark.parametrize(
