@@ -135,12 +135,12 @@ class Agent(nn.Module):
         x = self.flatten(torch.zeros(1, *shape))  # goes through the layers for their sizes
         if self.image:  # the encoder of Mnih et al. 2015
             for channels, size, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
-                layers += [layer_init(nn.Conv2d(x.shape[1], channels, size, stride)), nn.ReLU()]
-                x = layers[-2](x)
+                layer = layer_init(nn.Conv2d(x.shape[1], channels, size, stride))
+                layers += [layer.to(memory_format=torch.channels_last), nn.ReLU()]  # faster so
+                x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
         self.policy.encoder = nn.Sequential(*layers)  # a Sequential, for `encode`; any width F
-        self.policy.encoder.to(memory_format=torch.channels_last)  # faster with images
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
