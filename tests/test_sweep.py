@@ -365,11 +365,11 @@ def share_a_study(toy, storage: str | None = None):
     assert all("\ntrial " in text for text in printed)
 
 
-def assert_shared(trials: list[optuna.trial.FrozenTrial]):
+def assert_shared(trials: list[optuna.trial.FrozenTrial], queued=(1,)):
     done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert len(done) in (8, 9)  # each may have started the last one
     xs = [trial.params["x"] for trial in done]
-    assert xs.count(0.5) == 1  # the defaults were queued by one of them
+    assert xs.count(0.5) in queued  # the defaults, by one of them
 
 
 def test_two_processes_share_one_sqlite_study(toy):
@@ -398,7 +398,7 @@ def test_two_machines_share_one_postgresql_study(toy):
         share_a_study(toy, url)
         url = url.replace("postgresql:", "postgresql+psycopg:")
         study = optuna.load_study(study_name="toy__toy", storage=url)
-        assert_shared(study.trials)
+        assert_shared(study.trials, queued=(1, 2))  # they have no lock in common
         study._storage._backend.engine.dispose()
     finally:
         subprocess.run([*pg_ctl, "-m", "immediate", "stop"], **quiet)
