@@ -132,7 +132,7 @@ class Agent(nn.Module):
         if self.image:  # the encoder of Mnih et al. 2015
             for channels, size, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
                 layer = layer_init(nn.Conv2d(x.shape[1], channels, size, stride))
-                layers += [layer.to(memory_format=torch.channels_last), nn.ReLU()]  # faster so
+                layers += [layer.to(memory_format=torch.channels_last), nn.ReLU()]  # CPU: faster
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]

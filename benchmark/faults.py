@@ -217,7 +217,8 @@ class Ranks(Script):
 
     def after(self, target: str, signum: int, early: bool) -> list[str]:
         if target == "torchrun":
-            return self.settle(set(range(-64, 256)) - {0}, early)  # an error, or the signal
+            errors = set(range(-64, 256)) - {0}
+            return self.settle({-SIGKILL} if signum == SIGKILL else errors, early)
         wait_until(lambda: len(self.parts()) > self.trained or self.over())
         if len(self.parts()) == self.trained:
             return [f"the job did not go on; torchrun's exit code: {self.process.poll()}"]

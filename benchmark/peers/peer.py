@@ -9,7 +9,6 @@ end, at SIGTERM too, a last one: {"step", "time", "exit_reason", "versions", "co
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ class Metrics:
         self.args = args
         self.note = note
         self.config = {key: config[key] for key in config if not key.endswith("_dir")}
-        libraries = ("torch", "pufferlib", library)
-        self.versions = {name: importlib.metadata.version(name) for name in libraries}
+        self.versions = {name: version(name) for name in ("torch", "pufferlib", library)}
         self.versions["python"] = platform.python_version()
         self.scratch = args.folder / "scratch"  # what the library writes; removed at the end
         self.file = (args.folder / "metrics.jsonl").open("w")

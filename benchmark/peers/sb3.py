@@ -132,7 +132,8 @@ def main():
     args = parser.parse_args()
     tuned = args.env_id in SETTINGS
     gymnasium = ":" in args.env_id
-    config = dict(SETTINGS[args.env_id if tuned else "gymnasium" if gymnasium else "ocean"])
+    others = "gymnasium" if gymnasium else "ocean"
+    config = dict(SETTINGS[args.env_id if tuned else others])
     note = config.pop("note", NOTE)
     n_envs = config.pop("n_envs")
     if gymnasium:
@@ -142,7 +143,6 @@ def main():
     if config.pop("normalize", False):
         env = VecNormalize(env, gamma=config["gamma"])
     total = config.pop("n_timesteps", args.total_timesteps)
-    kind = config.pop("policy", "MlpLstmPolicy")
     network = config.pop("policy_kwargs", {})
     policy = dict(network)
     if "activation_fn" in policy:
@@ -151,8 +151,8 @@ def main():
         policy["features_extractor_class"] = Encoder
     linear = config.pop("linear", [])
     falling = {name: (lambda left, first=config[name]: left * first) for name in linear}
-    options = {"policy_kwargs": policy, "seed": args.seed, "device": "cpu"}
-    model = RecurrentPPO(kind, env, **options, **(config | falling))
+    options = {"policy": "MlpLstmPolicy", "policy_kwargs": policy, "seed": args.seed}
+    model = RecurrentPPO(env=env, device="cpu", **(options | config | falling))
     said = config | network | {"n_envs": n_envs, "linear": linear}
     metrics = Metrics(args, "sb3-contrib", said, note)
     if tuned:
