@@ -99,7 +99,7 @@ class Args:
     hidden_size: int = 128  # width of the encoder and of the LSTM
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
-    cuda_graphs: bool = True  # on a GPU: record the policy step, and replay it
+    cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
     # Run
     time_limit: float = math.inf  # stop after so many seconds of training from this start
     log_interval: int = 10  # iterations between two log lines
@@ -556,6 +556,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
     graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
     act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
+    update = graph(update)
 
     envs.reset()
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
@@ -592,12 +593,15 @@ def train(args: Args, envs: "Envs", run: "Run"):
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
         statistics = zeros(len(LOSSES))
+        if args.device == "cuda":  # a recorded sum has no timeout: who waits longer is killed
+            signal.alarm(args.dist_timeout)
         for minibatch in range(num_minibatches):
             totals, terms = update()
             statistics += terms
             if minibatch == 0:  # of the policy that acted
                 rollout_mean = totals / totals[0].clamp_min(1)
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
+        signal.alarm(0)
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
             observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
 

@@ -28,8 +28,9 @@ SMALL = (SMALL + "--precision float32 --no-compile --log-interval 1").split()
 
 
 def environment() -> dict[str, str]:
+    paths = (str(ROOT), str(ROOT / "tests"), os.getenv("PYTHONPATH"))
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
     }

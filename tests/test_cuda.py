@@ -9,8 +9,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_script
-from reading import end_of, newest_run
+from conftest import ROOT, run_script, succeed
+from reading import end_of, newest_run, without_clock
 
 import ppo_lstm_puffer as ppo
 
@@ -107,10 +107,13 @@ def test_a_checkpoint_of_one_device_is_resumed_on_another(tmp_path, first, then)
     assert end_of(newest_run(tmp_path))["step"] == 4096
 
 
-def test_two_ranks_train_under_nccl(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU here: two ranks need two")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+def test_ranks_train_under_nccl_recorded_as_eagerly(tmp_path):
+    ranks = f"--nproc-per-node={torch.cuda.device_count()}"  # one GPU: one rank, and nccl's sums
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", ranks)
     script = ROOT / "ppo_lstm_puffer_ddp.py"
-    result = run_script("--device", "cuda", cwd=tmp_path, launcher=torchrun, script=script)
-    assert result.returncode == 0, result.stderr
+    rows = []
+    for graphs in "--cuda-graphs", "--no-cuda-graphs":
+        words = ("--device", "cuda", graphs)
+        rows.append(without_clock(succeed(*words, cwd=tmp_path, launcher=torchrun, script=script)))
+    for recorded, eager in zip(*rows, strict=True):
+        assert recorded == pytest.approx(eager, rel=1e-3, abs=1e-5)
