@@ -79,6 +79,11 @@ def number(value) -> float:
     return value if isinstance(value, (float, int)) else float(np.squeeze(value))
 
 
+def truth(value) -> bool:
+    """Of whatever says yes or no: True, an array of shape (1,), [False]."""
+    return bool(np.squeeze(value) if isinstance(value, list | tuple) else value)
+
+
 def vector_writer(space: gym.Space) -> tuple[int, Callable]:
     """How many numbers an observation becomes, and the function that writes them into such a row.
 
@@ -250,6 +255,7 @@ def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, fl
 
 
 RESET = ("reset", "observation, info")
+UNFIT = (TypeError, ValueError, LookupError, OverflowError, RuntimeError)  # of what is no number
 STEP = ("step", "observation, reward, terminated, truncated, info")
 
 
@@ -264,13 +270,17 @@ def parts(result, method: str, names: str) -> tuple:
     return result
 
 
+class NotFinite(FloatingPointError):
+    """An observation, a reward or a loss is NaN or infinite."""
+
+
 class AdaptedEnvs(pufferlib.PufferEnv):
     """num_envs environments that make_one makes, stepped in turn, written into PufferLib's buffers.
 
     A row of the buffers is an agent; its mask is False while it is not there. workers: worker
     processes have their own of these, with a buf; the one without is for its spaces alone. columns:
     see `flat_observations`. Raises pufferlib.APIUsageError for spaces that cannot be, and, in reset
-    and step, for what is not of its space; FloatingPointError for what is not finite.
+    and step, for what is not of its space; NotFinite.
     """
 
     env_number = 0  # PufferLib's, of this object among those of the workers
@@ -327,14 +337,14 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     def observe(self, row: int, observation):
         try:
             self.write(self.observations[row], observation)
-        except (TypeError, ValueError, LookupError) as error:
+        except UNFIT as error:
             problem = f"does not fit its space: {error!r:.200}"
             raise self.wrong("observation", row, problem) from error
 
     def reward(self, row: int, reward):
         try:
             self.rewards[row] = number(reward)
-        except (TypeError, ValueError) as error:
+        except UNFIT as error:
             problem = (
                 f"is {reward!r:.80}, where one number should be "
                 "(mo_gymnasium.wrappers.LinearReward makes one of a vector; several agents, with a "
@@ -346,7 +356,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
-                raise self.wrong(what, row, "is not finite", FloatingPointError)
+                raise self.wrong(what, row, "is not finite", NotFinite)
 
     def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:
         """The error that says so, and of which environment, in which step."""
@@ -380,10 +390,10 @@ class GymnasiumEnvs(AdaptedEnvs):
         observation, reward, terminated, truncated, info = parts(result, *STEP)
         self.observe(i, observation)
         self.reward(i, reward)
-        if terminated or truncated:
+        self.terminals[i] = truth(terminated)
+        self.truncations[i] = truth(truncated)
+        if self.terminals[i] or self.truncations[i]:
             self.over[i] = True
-            self.terminals[i] = bool(terminated)
-            self.truncations[i] = bool(truncated)
             infos.append(dict(numbers_in(info)))
 
 
@@ -437,8 +447,8 @@ class PettingZooEnvs(AdaptedEnvs):
         for agent in playing:
             row = rows[agent]
             self.reward(row, rewards.get(agent, 0.0))
-            self.terminals[row] = bool(terminations.get(agent))
-            self.truncations[row] = bool(truncations.get(agent))
+            self.terminals[row] = truth(terminations.get(agent))
+            self.truncations[row] = truth(truncations.get(agent))
             if not (self.terminals[row] or self.truncations[row]):
                 if agent in observations and agent in env.agents:
                     continue
@@ -504,7 +514,10 @@ def module_of(name: str):
 
 def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tuple = ()):
     """Of the environment: those of its function, some that gym.make takes, some that are ours."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of what is compiled
+        return
     for name, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and name not in {*kwargs, *less}:

@@ -568,7 +568,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         run.update_done(batch_size, update_began)
         if not all(map(math.isfinite, losses.values())):
             most = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
-            raise FloatingPointError(f"{losses}; largest {most}; docs/trouble.md")
+            raise adapters.NotFinite(f"{losses}; largest {most}; docs/trouble.md")
         if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
             counted = valid[:T] > 0
             returns = (rollout_advantages + rollout_values)[counted]
@@ -946,7 +946,7 @@ def as_words(config: dict[str, Any]) -> list[str]:
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    large = re.compile(r"^(--[\w-]+=)?([\d.]+e\+?\d+)$")  # 1e6 is a whole number too
+    large = re.compile(r"^(--[\w-]+=)?(\d+\.?\d*e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
     given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
     resumed = None
@@ -961,10 +961,9 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
         words = [*as_words(resumed["config"]), *words]
     # tyro takes the keys of a dictionary from its default.
     keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
-    default = Args(env=dict.fromkeys(keys, ""))
+    default = Args(env=dict.fromkeys((key.replace("-", "_") for key in keys), ""))
     args = tyro.cli(Args, args=words, default=default, description=__doc__)
-    values = [adapters.parse_value(text) for text in args.env.values()]
-    args.env = dict(zip((key.replace("-", "_") for key in args.env), values))
+    args.env = {key: adapters.parse_value(text) for key, text in args.env.items()}
     resolve(args)
     return args, resumed
 
@@ -1012,7 +1011,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             set_up_torch(args, envs, seed)
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (FloatingPointError, ChildProcessError, pufferlib.APIUsageError) as error:
+    except (adapters.NotFinite, ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: {error}")
         return 1
     return 128 + run.signals[0] if run.signals else 0

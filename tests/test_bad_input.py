@@ -132,7 +132,7 @@ def test_wrong_configuration_is_refused_by_name(refused, tmp_path, text, named):
 def test_configuration_may_be_written_as_people_write_it(tmp_path):
     text = "learning_rate: 1e-3\ntotal-timesteps: 2e4\nenv: {frameskip: 2, since: 2021-03-04}\n"
     (tmp_path / "given.yaml").write_text(f"{text}time_limit: null\n")
-    flags = ["--env.num_balls", "3", "--num_envs=64", "--env.frameskip", "5"]
+    flags = ["--env.num_balls", "2", "--env.num-balls=3", "--num_envs=64", "--env.frameskip", "5"]
     args, _ = ppo.parse_args(["--config", str(tmp_path / "given.yaml"), *flags])
     assert (args.learning_rate, args.total_timesteps, args.num_envs) == (1e-3, 20_000, 64)
     assert args.env == {"frameskip": 5, "num_balls": 3, "since": "2021-03-04"}
@@ -150,6 +150,7 @@ def test_what_was_auto_is_resolved_anew(tmp_path, monkeypatch):
 
 
 VALUES = {
+    "1.2.3e4": "1.2.3e4",
     "2021-03-04": "2021-03-04",
     "[2021-03-04, 1e-3, '1e-3', 'x']": ["2021-03-04", 1e-3, "1e-3", "x"],
     "{1: 2, a: {b: 2021-03-04}}": {1: 2, "a": {"b": "2021-03-04"}},

@@ -184,9 +184,11 @@ def test_reward_that_holds_one_number_is_that_number(reward):
     ("script", "kind", "named"),
     [
         ({"reward": None}, pufferlib.APIUsageError, "reward of environment 0 is None"),
+        ({"reward": 10**400}, pufferlib.APIUsageError, "reward of environment 0 is 1000"),
+        ({"observation": torch.ones(1, requires_grad=True)}, pufferlib.APIUsageError, "grad"),
         ({"reward": np.ones(2)}, pufferlib.APIUsageError, r"reward .*\[1., 1.\].*LinearReward"),
-        ({"reward": np.nan}, FloatingPointError, "step 1 the reward of environment 0"),
-        ({"observation": [np.nan]}, FloatingPointError, "step 0 the observation of environment 0"),
+        ({"reward": np.nan}, adapters.NotFinite, "step 1 the reward of environment 0"),
+        ({"observation": [np.nan]}, adapters.NotFinite, "step 0 the observation of environment 0"),
         ({"observation": [1, 2]}, pufferlib.APIUsageError, r"environment 0 .*\(2,\).*\(1,\)"),
         ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
         ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
@@ -205,6 +207,15 @@ def test_the_api_before_gymnasium_is_named():
     envs.envs[0].reset = lambda **seed: np.zeros(2)
     with pytest.raises(pufferlib.APIUsageError, match="reset returned ndarray"):
         envs.reset(seed=1)
+
+
+def test_an_end_in_a_list_is_that_end():
+    envs = adapted(length=3)
+    play = envs.envs[0].step
+    envs.envs[0].step = lambda action: [[x] if isinstance(x, bool) else x for x in play(action)]
+    envs.reset(seed=1)
+    ends = [step(envs)[2].item() for _ in range(3)]
+    assert ends == [False, False, True]
 
 
 def test_numbers_of_an_info_are_logged_and_nothing_else():
