@@ -141,6 +141,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
     """
     if isinstance(space, Box) and space.shape and all(space.shape):
         if is_pixels(space):
+            remark(f"observation: an image, {space.shape}, divided by 255")
             seen = space
         else:
             seen = Box(-np.inf, np.inf, space.shape, np.float32)
@@ -537,7 +538,10 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         spec = gym.spec(gym_id)
     except gym.error.Error as error:
         hint = ""
-        if module:
+        versions = [known for known in gym.registry if known.rpartition("-v")[0] == gym_id]
+        if versions:
+            hint = f"There is {', '.join(versions)}"
+        elif module:
             hint = f"{module} does not register it"
         elif "/" in gym_id:
             module = "ale_py" if gym_id.startswith("ALE/") else "MODULE"

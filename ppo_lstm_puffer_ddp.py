@@ -561,6 +561,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
     envs.reset()
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
     while run.exit_reason is None:
+        if args.device == "cuda":  # nccl may wait for ever: who waits longer is killed
+            signal.alarm(args.dist_timeout)
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         for parameter in agent.parameters():  # unlike machines round updates differently
             dist.broadcast(parameter.data, src=0)
@@ -593,17 +595,15 @@ def train(args: Args, envs: "Envs", run: "Run"):
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
         statistics = zeros(len(LOSSES))
-        if args.device == "cuda":  # a recorded sum has no timeout: who waits longer is killed
-            signal.alarm(args.dist_timeout)
         for minibatch in range(num_minibatches):
             totals, terms = update()
             statistics += terms
             if minibatch == 0:  # of the policy that acted
                 rollout_mean = totals / totals[0].clamp_min(1)
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
-        signal.alarm(0)
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
             observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
+        signal.alarm(0)
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
@@ -808,6 +808,8 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     found = re.findall(r"--dist.timeout[ =]([\d_.e]+)", " ".join(words))
     timeout = int(float(found[-1])) if found else Args.dist_timeout
     read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
+    # Torch's default; by torchrun's, 1, it aborts nccl, which waits for ever for recorded sums.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = fresh_store(timeout) if WORLD_SIZE > 1 else dist.HashStore()
     group = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(seconds=timeout)}

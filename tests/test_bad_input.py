@@ -55,6 +55,7 @@ def refused(tmp_path, monkeypatch, capfd):
     [
         ("--env-id breakot", "--env-id breakot breakout"),
         ("--env-id os.path", "--env-id os.path parallel_env"),
+        ("--env-id CartPole", "--env-id CartPole CartPole-v1"),
         ("--env-id CartPole-v9", "--env-id CartPole-v9 v1"),
         ("--env-id ALE/Pong-v5", "ale_py:ALE/Pong-v5"),
         ("--env-id no_such_module:Game-v0", "no_such_module"),
