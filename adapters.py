@@ -5,6 +5,7 @@ An environment is reset in the step after an episode's end, whose action it igno
 observation is seen, and a truncated episode can be bootstrapped from it.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import importlib
@@ -24,7 +25,6 @@ import numpy as np
 import pufferlib
 import pufferlib.vector
 import yaml
-from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from pufferlib import APIUsageError, env_seed
 from pufferlib.ocean import environment as ocean
@@ -43,8 +43,10 @@ def note(text: str):
 
 def is_pixels(space: gym.Space) -> bool:
     """Bytes up to 255 with two sides of 8 or more. Smaller grids hold names, as MiniGrid's."""
-    shape = space.shape or ()
-    if space.dtype != np.uint8 or len(shape) not in (2, 3) or sorted(shape)[-2] < 8:
+    if not isinstance(space, Box) or space.dtype != np.uint8:
+        return False
+    shape = space.shape
+    if len(shape) not in (2, 3) or sorted(shape)[-2] < 8 or shape[1] < 8:
         return False
     return bool((space.high == 255).all())
 
@@ -67,6 +69,8 @@ def leaves(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, gym.Spac
 def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
     """Its array. Sides of 1 may be there or not."""
     array = np.asarray(observation)
+    if array.dtype.kind in "cmM":
+        raise ValueError(f"{array.dtype} is no real number")
     if array.shape != shape:
         if np.squeeze(array).shape != tuple(side for side in shape if side != 1):
             raise ValueError(f"its shape is {array.shape}, and should be {shape}")
@@ -80,8 +84,8 @@ def number(value) -> float:
 
 
 def truth(value) -> bool:
-    """Of whatever says yes or no: True, an array of shape (1,), [False]."""
-    return bool(np.squeeze(value) if isinstance(value, list | tuple) else value)
+    """Of whatever says yes or no: True, 1.0, [False], None."""
+    return value is not None and bool(number(value))
 
 
 def vector_writer(space: gym.Space) -> tuple[int, Callable]:
@@ -107,20 +111,22 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
         count = int(space.n)
 
         def write(row: np.ndarray, observation):
-            index = int(number(observation)) - first
-            if not 0 <= index < count:
+            value = number(observation)
+            index = int(value) - first
+            if not 0 <= index < count or index + first != value:
                 raise ValueError(f"it is {observation}, and should be in {space}")
             row[:] = 0
             row[index] = 1
 
         return count, write
     if isinstance(space, MultiDiscrete):
-        counts = space.nvec.ravel()
+        counts = space.nvec.ravel().astype(int)
         offsets = np.cumsum(counts) - counts
 
         def write(row: np.ndarray, observation):
-            index = (as_shape(observation, space.shape) - space.start).ravel().astype(int)
-            if (index < 0).any() or (index >= counts).any():
+            given = (as_shape(observation, space.shape) - space.start).ravel()
+            index = given.astype(int)
+            if (index < 0).any() or (index >= counts).any() or (index != given).any():
                 raise ValueError(f"it is {observation}, and should be in {space}")
             row[:] = 0
             row[offsets + index] = 1
@@ -130,6 +136,9 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
         f"an observation of {type(space).__name__} is not supported; wrap the environment, as "
         "docs/environments.md says"
     )
+
+
+MOST = 10**6  # numbers of a vector, and choices of an action
 
 
 def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable, dict]:
@@ -169,8 +178,8 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
         columns[name] = slice(size, size + width), part
         writers.append((path, columns[name][0], write_part))
         size += width
-    if size == 0:
-        raise APIUsageError("an observation without any number is not supported")
+    if not 0 < size <= MOST:
+        raise APIUsageError(f"an observation of {size} numbers is not supported")
 
     def write(row: np.ndarray, observation):
         for path, part_columns, write_part in writers:
@@ -190,7 +199,11 @@ def flat_actions(space: gym.Space) -> tuple[gym.Space, Callable]:
     actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
     if not isinstance(space, Box):
         counts, own_actions = choices(space)
+        if not 0 < sum(counts) <= MOST:
+            raise APIUsageError(f"an action of {sum(counts)} choices is not supported")
         return MultiDiscrete(counts), own_actions
+    if not all(space.shape):
+        raise APIUsageError("an action without any number is not supported")
     with np.errstate(over="ignore"):  # a float64's bound may be no float32
         low = space.low.ravel().astype(np.float32)
         high = space.high.ravel().astype(np.float32)
@@ -210,7 +223,7 @@ def flat_actions(space: gym.Space) -> tuple[gym.Space, Callable]:
 def choices(space: gym.Space) -> tuple[list[int], Callable]:
     """The numbers of choices that an action consists of, and the function as in `flat_actions`."""
     if isinstance(space, Discrete):
-        return [int(space.n)], lambda numbers: list(numbers[:, 0] + space.start)
+        return [int(space.n)], lambda numbers: list(numbers[:, 0] + int(space.start))
     if isinstance(space, MultiDiscrete | MultiBinary):
         start = getattr(space, "start", 0)
         nvec = getattr(space, "nvec", np.full(space.shape, 2))
@@ -256,8 +269,8 @@ def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, fl
 
 
 RESET = ("reset", "observation, info")
-UNFIT = (TypeError, ValueError, LookupError, OverflowError, RuntimeError)  # of what is no number
 STEP = ("step", "observation, reward, terminated, truncated, info")
+UNFIT = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)  # of what is no number
 
 
 def parts(result, method: str, names: str) -> tuple:
@@ -271,7 +284,30 @@ def parts(result, method: str, names: str) -> tuple:
     return result
 
 
-class NotFinite(FloatingPointError):
+def begin(env, seed: dict) -> tuple:
+    """What reset returns. seed: {"seed": a number}, or nothing."""
+    try:
+        return parts(env.reset(**seed), *RESET)
+    except TypeError as error:
+        if "unexpected keyword argument 'seed'" in str(error):
+            text = "its reset takes no seed; it should be reset(self, seed=None, options=None)"
+            raise APIUsageError(text) from error
+        raise
+
+
+@contextlib.contextmanager
+def refusals():
+    """In a worker process, what is wrong with an environment is a line, and not a traceback."""
+    try:
+        yield
+    except APIUsageError as error:
+        if not pufferlib.vector.in_worker:
+            raise
+        note(f"error: {error}")
+        sys.exit(1)
+
+
+class NotFinite(APIUsageError):
     """An observation, a reward or a loss is NaN or infinite."""
 
 
@@ -294,26 +330,55 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
         self.over = [True] * num_envs  # the next step is a reset
         self.steps = 0
-        remark = note if buf is None else lambda text: None  # in a worker: said already
-        observation_space, action_space = self.spaces()
-        for space in observation_space, action_space:
-            if not isinstance(space, gym.Space):
-                raise APIUsageError(f"{space!r:.80} is no space of Gymnasium's")
-        self.num_agents = num_envs * len(self.agents)
-        observed = flat_observations(observation_space, remark)
-        self.single_observation_space, self.write, self.columns = observed
-        self.single_action_space, self.own_actions = flat_actions(action_space)
-        super().__init__(buf)
+        try:
+            observed, acted = self.flat_spaces(note if buf is None else self.said_already)
+            self.single_observation_space, self.write, self.columns = observed
+            self.single_action_space, self.own_actions = acted
+            self.num_agents = num_envs * len(self.agents)
+            super().__init__(buf)
+        except BaseException:
+            self.close()
+            raise
         if workers and buf is None:
             self.close()
 
+    def said_already(self, text: str):
+        pass
+
+    def flat_spaces(self, remark: Callable) -> tuple[tuple, tuple]:
+        """What `flat_observations` and `flat_actions` make of the newest environment's spaces."""
+        observation_space, action_space = self.spaces(self.envs[-1])
+        for space in observation_space, action_space:
+            if not isinstance(space, gym.Space):
+                raise APIUsageError(f"its space {space!r:.80} is none of Gymnasium's")
+        return flat_observations(observation_space, remark), flat_actions(action_space)
+
+    def add_one(self):
+        """One more environment. It must be another one, with the spaces of the first."""
+        agents = self.agents
+        env = self.make_one()
+        if getattr(env, "unwrapped", env) is getattr(self.envs[0], "unwrapped", self.envs[0]):
+            raise APIUsageError("one object is given as several environments; make a new one")
+        self.envs.append(env)
+        (seen, _, columns), (acted, _) = self.flat_spaces(self.said_already)
+        if self.agents != agents:
+            raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
+        for one, first in (seen, self.single_observation_space), (acted, self.single_action_space):
+            if one != first:
+                raise APIUsageError(f"its environments have different spaces: {first}, {one}")
+        if columns != self.columns:
+            raise APIUsageError(
+                f"its environments have different spaces: {self.columns}, {columns}"
+            )
+
     def reset(self, seed: int = 0):
-        while len(self.envs) < self.num_envs:
-            self.envs.append(self.make_one())
-        self.clear()
-        for i in range(self.num_envs):
-            self.reset_one(i, seed=env_seed(seed, i))
-        self.check_finite()
+        with refusals():
+            while len(self.envs) < self.num_envs:
+                self.add_one()
+            self.clear()
+            for i in range(self.num_envs):
+                self.reset_one(i, seed=env_seed(seed, i))
+            self.check_finite()
         return self.observations, []
 
     def step(self, actions: np.ndarray):
@@ -321,12 +386,13 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.clear()
         infos = []
         own_actions = self.own_actions(actions)
-        for i in range(self.num_envs):
-            if self.over[i]:
-                self.reset_one(i)
-            else:
-                self.step_one(i, own_actions, infos)
-        self.check_finite()
+        with refusals():
+            for i in range(self.num_envs):
+                if self.over[i]:
+                    self.reset_one(i)
+                else:
+                    self.step_one(i, own_actions, infos)
+            self.check_finite()
         infos = [info for info in infos if info]
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
@@ -353,6 +419,16 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             )
             raise self.wrong("reward", row, problem) from error
 
+    def end(self, row: int, terminated, truncated) -> bool:
+        """Whether an agent's episode ends; how is in the buffers."""
+        try:
+            self.terminals[row] = truth(terminated)
+            self.truncations[row] = truth(truncated)
+        except UNFIT as error:
+            problem = f"is {terminated!r:.80}, {truncated!r:.80}, where two truth values should be"
+            raise self.wrong("end (terminated, truncated)", row, problem) from error
+        return self.terminals[row] or self.truncations[row]
+
     def check_finite(self):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
@@ -371,18 +447,19 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         return self.envs[0].render()
 
     def close(self):
-        while self.envs:
-            self.envs.pop().close()
+        with contextlib.ExitStack() as stack:  # all of them, also if one raises
+            while self.envs:
+                stack.callback(self.envs.pop().close)
 
 
 class GymnasiumEnvs(AdaptedEnvs):
     agents = (0,)
 
-    def spaces(self) -> tuple[gym.Space, gym.Space]:
-        return self.envs[0].observation_space, self.envs[0].action_space
+    def spaces(self, env) -> tuple[gym.Space, gym.Space]:
+        return getattr(env, "observation_space", None), getattr(env, "action_space", None)
 
     def reset_one(self, i: int, **seed):
-        observation, _ = parts(self.envs[i].reset(**seed), *RESET)
+        observation, _ = begin(self.envs[i], seed)
         self.observe(i, observation)
         self.over[i] = False
 
@@ -391,9 +468,7 @@ class GymnasiumEnvs(AdaptedEnvs):
         observation, reward, terminated, truncated, info = parts(result, *STEP)
         self.observe(i, observation)
         self.reward(i, reward)
-        self.terminals[i] = truth(terminated)
-        self.truncations[i] = truth(truncated)
-        if self.terminals[i] or self.truncations[i]:
+        if self.end(i, terminated, truncated):
             self.over[i] = True
             infos.append(dict(numbers_in(info)))
 
@@ -401,14 +476,17 @@ class GymnasiumEnvs(AdaptedEnvs):
 class PettingZooEnvs(AdaptedEnvs):
     warned = False
 
-    def spaces(self) -> tuple[gym.Space, gym.Space]:
+    def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent."""
-        env = self.envs[0]
-        self.agents = list(env.possible_agents)
+        self.agents = list(getattr(env, "possible_agents", ()))
+        if not self.agents:
+            raise APIUsageError("it has no possible_agents")
         first = self.agents[0]
         pads = {"observation_space": "pad_observations_v0", "action_space": "pad_action_space_v0"}
         for name, pad in pads.items():
             space_of = getattr(env, name)
+            if not callable(space_of):
+                raise APIUsageError(f"its {name} should be a method: the space of an agent")
             for agent in self.agents:
                 if space_of(agent) != space_of(first):
                     raise APIUsageError(
@@ -422,17 +500,32 @@ class PettingZooEnvs(AdaptedEnvs):
         """Of the agents of environment i."""
         return {agent: i * len(self.agents) + j for j, agent in enumerate(self.agents)}
 
-    def show(self, rows: dict, observations: dict, agents: list):
+    def check_names(self, what: str, named, agents: list):
+        """Raises unless it is a dictionary with a value for each of these agents."""
+        for agent in agents:
+            if agent not in self.agents:
+                raise APIUsageError(f"agent {agent} is none of its possible_agents: {self.agents}")
+            if not isinstance(named, Mapping) or agent not in named:
+                raise APIUsageError(f"its {what} name no agent {agent}: {named!r:.80}")
+
+    def show(self, i: int, observations: dict, agents: list):
         """The observations of these agents. No other agent of the environment is there."""
+        here = self.envs[i].agents
+        if here and not (isinstance(observations, Mapping) and {*here} & {*observations}):
+            self.check_names("observations", observations, here)
+        rows = self.rows(i)
         self.masks[list(rows.values())] = False
         for agent in agents:
             if agent in observations:
+                self.check_names("observations", observations, [agent])
                 self.masks[rows[agent]] = True
                 self.observe(rows[agent], observations[agent])
 
     def reset_one(self, i: int, **seed):
-        observations, _ = parts(self.envs[i].reset(**seed), *RESET)
-        self.show(self.rows(i), observations, self.envs[i].agents)
+        observations, _ = begin(self.envs[i], seed)
+        if not self.envs[i].agents:
+            raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
+        self.show(i, observations, self.envs[i].agents)
         self.over[i] = False
 
     def step_one(self, i: int, own_actions: list, infos: list):
@@ -443,14 +536,15 @@ class PettingZooEnvs(AdaptedEnvs):
         result = parts(env.step(actions), *STEP)
         observations, rewards, terminations, truncations, agent_infos = result
         begun = [agent for agent in env.agents if agent not in playing]
-        self.show(rows, observations, playing + begun)
+        self.show(i, observations, playing + begun)
+        there = [agent for agent in playing if agent in observations]
+        for what, named in zip(("rewards", "terminations", "truncations"), result[1:4]):
+            self.check_names(what, named, there)
         ended = set()
         for agent in playing:
             row = rows[agent]
             self.reward(row, rewards.get(agent, 0.0))
-            self.terminals[row] = truth(terminations.get(agent))
-            self.truncations[row] = truth(truncations.get(agent))
-            if not (self.terminals[row] or self.truncations[row]):
+            if not self.end(row, terminations.get(agent), truncations.get(agent)):
                 if agent in observations and agent in env.agents:
                     continue
                 self.truncations[row] = True
@@ -460,7 +554,8 @@ class PettingZooEnvs(AdaptedEnvs):
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
             ended.add(agent)
-            infos.append(dict(numbers_in((agent_infos or {}).get(agent))))
+            if isinstance(agent_infos, Mapping):
+                infos.append(dict(numbers_in(agent_infos.get(agent))))
         self.over[i] = ended.issuperset(env.agents)
 
 
@@ -474,6 +569,9 @@ class Loader(yaml.SafeLoader):
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
 yaml.SafeDumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)  # "1e-3" in quotes
+NONE = re.compile("None$")  # as Python has it
+Loader.add_implicit_resolver("tag:yaml.org,2002:null", NONE, ["N"])
+yaml.SafeDumper.add_implicit_resolver("tag:yaml.org,2002:null", NONE, ["N"])
 Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
 TEXT = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?$|0\d+$")  # 16:9, 010: no base 60, no octal
 for sign in "+-0123456789":
@@ -555,10 +653,17 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         end = "" if text.endswith((".", "?", "!")) else "."
         raise APIUsageError(f"{text}{end} {hint}".strip()) from error
     function = spec.entry_point
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        function = getattr(module_of(module), name, None)
+        if function is None:
+            raise APIUsageError(f"its entry_point {spec.entry_point} is not there")
     if function is not None:
-        function = function if callable(function) else load_env_creator(function)
         more = ("max_episode_steps", "disable_env_checker")
         check_arguments({**spec.kwargs, **kwargs}, function, (*more, *spec.kwargs))
+    steps = kwargs.get("max_episode_steps")
+    if isinstance(steps, float) and steps.is_integer():  # 1e3
+        kwargs = {**kwargs, "max_episode_steps": int(steps)}
     return partial(gym.make, gym_id, **{"disable_env_checker": True, **kwargs})
 
 
@@ -605,6 +710,8 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     except TypeError as error:
         if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
             raise APIUsageError(f"--env: {error}") from error
+        if "must inherit from" in str(error):
+            raise APIUsageError(f"{error}") from error
         raise
 
 

@@ -769,7 +769,7 @@ def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
-    folder = resumed["folder"] if resumed else folder
+    folder = (resumed["folder"] if resumed else folder).absolute()  # they may chdir
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a")
@@ -1011,7 +1011,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             set_up_torch(args, envs, seed)
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (adapters.NotFinite, ChildProcessError, pufferlib.APIUsageError) as error:
+    except (ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: {error}")
         return 1
     return 128 + run.signals[0] if run.signals else 0

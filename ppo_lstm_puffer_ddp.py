@@ -876,7 +876,7 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
 
 def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
-    folder = resumed["folder"] if resumed else job_folder(args)
+    folder = (resumed["folder"] if resumed else job_folder(args)).absolute()  # they may chdir
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
         jsonl = (folder / "metrics.jsonl").open("a")
@@ -1140,7 +1140,7 @@ def main(words: list[str]) -> int:
             set_up_torch(args, envs, seed)
             with (OtherRun if RANK else Run)(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (adapters.NotFinite, ChildProcessError, pufferlib.APIUsageError) as error:
+    except (ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: rank {RANK}: {error}")
         return 1
     except RuntimeError as error:

@@ -151,6 +151,7 @@ def test_what_was_auto_is_resolved_anew(tmp_path, monkeypatch):
 
 
 VALUES = {
+    "None": None,
     "1.2.3e4": "1.2.3e4",
     "2021-03-04": "2021-03-04",
     "[2021-03-04, 1e-3, '1e-3', 'x']": ["2021-03-04", 1e-3, "1e-3", "x"],

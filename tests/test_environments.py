@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 from decimal import Decimal
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -45,7 +46,8 @@ class Scripted(gym.Env):
     def step(self, action):
         self.actions.append(action)
         self.t += 1
-        return self.observation, self.reward, self.t == self.length, False, self.info
+        over = "False" if self.length == "never" else self.t == self.length
+        return self.observation, self.reward, over, False, self.info
 
 
 def adapted(num_envs: int = 1, **script) -> adapters.GymnasiumEnvs:
@@ -191,6 +193,10 @@ def test_reward_that_holds_one_number_is_that_number(reward):
         ({"observation": [np.nan]}, adapters.NotFinite, "step 0 the observation of environment 0"),
         ({"observation": [1, 2]}, pufferlib.APIUsageError, r"environment 0 .*\(2,\).*\(1,\)"),
         ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
+        ({"observation": 1.5, "space": Discrete(3)}, pufferlib.APIUsageError, "1.5.*Discrete"),
+        ({"observation": [0.5], "space": MultiDiscrete([2])}, pufferlib.APIUsageError, "0.5"),
+        ({"observation": [1j]}, pufferlib.APIUsageError, "complex128 is no real number"),
+        ({"length": "never"}, pufferlib.APIUsageError, "end .* is 'False', "),
         ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
         ({"observation": np.eye(8) / 2, "space": BYTES}, pufferlib.APIUsageError, "no bytes"),
     ],
@@ -207,6 +213,34 @@ def test_the_api_before_gymnasium_is_named():
     envs.envs[0].reset = lambda **seed: np.zeros(2)
     with pytest.raises(pufferlib.APIUsageError, match="reset returned ndarray"):
         envs.reset(seed=1)
+
+
+def test_environments_that_are_one_or_unlike_are_refused():
+    one = Scripted()
+    with pytest.raises(pufferlib.APIUsageError, match="one object is given as several"):
+        adapters.GymnasiumEnvs(lambda: one, 2).reset()
+    for kinds in (Discrete(2), Discrete(3)), (Box(-1, 1, (1,)), Box(-2, 2, (1,))):
+        spaces = iter(kinds)
+        with pytest.raises(pufferlib.APIUsageError, match="different spaces"):
+            adapters.GymnasiumEnvs(
+                partial(lambda some: Scripted(acts=next(some)), spaces), 2
+            ).reset()
+
+
+def test_what_is_refused_or_fails_to_close_leaves_no_environment_open():
+    class Closes(Scripted):
+        def close(self):
+            closed.append(self)
+            raise OSError("is gone")
+
+    closed = []
+    with pytest.raises(OSError, match="is gone"):
+        adapters.GymnasiumEnvs(lambda: Closes(space=gym.spaces.Text(3)))
+    envs = adapters.GymnasiumEnvs(Closes, 3)
+    envs.reset()
+    with pytest.raises(OSError, match="is gone"):
+        envs.close()
+    assert len(closed) == 4
 
 
 def test_an_end_in_a_list_is_that_end():
@@ -360,6 +394,32 @@ def test_only_agents_that_play_act_and_their_infos_are_logged():
     assert envs.means()["env/at"] == (1 + 3 + 3) / 3
 
 
+UNNAMED = {
+    "no agents": ("reset", lambda result, env: env.agents.clear() or result, "are no agents"),
+    "others": ("step", lambda result, env: ({0: [0]}, *result[1:]), "observations name no agent a"),
+    "list": ("reset", lambda result, env: ([0], {}), "observations name no agent a"),
+    "reward": ("step", lambda result, env: (result[0], {}, *result[2:]), "rewards name no agent a"),
+    "number": ("step", lambda result, env: (result[0], 1.0, *result[2:]), "rewards name no agent"),
+    "__all__": (
+        "step",
+        lambda result, env: (*result[:2], {"__all__": True}, {"__all__": False}, {}),
+        "terminations name no agent a",
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "change", "named"), UNNAMED.values(), ids=UNNAMED)
+def test_dictionaries_that_do_not_name_the_agents_are_refused(method, change, named):
+    class Unnamed(Played):
+        pass
+
+    play = getattr(Played, method)
+    changed = lambda env, *args, **kwargs: change(play(env, *args, **kwargs), env)  # noqa: E731
+    setattr(Unnamed, method, changed)
+    with pytest.raises(pufferlib.APIUsageError, match=named):
+        rollout(adapters.PettingZooEnvs(lambda: Unnamed([("ab", "")])), 2)
+
+
 def test_agents_with_unlike_spaces_are_refused():
     class Unlike(Played):
         def action_space(self, agent):
@@ -456,6 +516,19 @@ def test_even_workers_are_double_buffered(num_workers, groups):
         assert covered == [(8 // groups * i, 8 // groups * (i + 1)) for i in range(groups)]
         assert all(observations.shape == (8 // groups, 4) for _, observations, *_ in received)
     assert not any(process.is_alive() for process in envs.vecenv.processes)
+
+
+def test_what_is_wrong_in_a_worker_is_a_line(capfd):
+    gym.register("Nan-v0", lambda: Scripted(reward=np.nan))
+    envs = ppo.Envs(adapters.make("Nan-v0", {}, 2, 1, 1), 1)
+    envs.reset()
+    envs.receive()
+    envs.send(np.zeros((2, 1), int))
+    with pytest.raises(ChildProcessError, match="exit code 1"):
+        envs.receive()
+    envs.close()
+    said = "error: at step 1 the reward of environment 0 is not finite\n"
+    assert capfd.readouterr().err == said
 
 
 def test_workers_close_their_environments(tmp_path):
