@@ -808,8 +808,7 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     found = re.findall(r"--dist.timeout[ =]([\d_.e]+)", " ".join(words))
     timeout = int(float(found[-1])) if found else Args.dist_timeout
     read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
-    # Torch's default; by torchrun's, 1, it aborts nccl, which waits for ever for recorded sums.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with torchrun's 1 recorded sums hang
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = fresh_store(timeout) if WORLD_SIZE > 1 else dist.HashStore()
     group = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(seconds=timeout)}
