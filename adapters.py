@@ -138,7 +138,7 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
     )
 
 
-MOST = 10**6  # numbers of a vector, and choices of an action
+MOST = 10**7  # numbers of a vector, and choices of an action
 
 
 def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable, dict]:
@@ -289,7 +289,7 @@ def begin(env, seed: dict) -> tuple:
     try:
         return parts(env.reset(**seed), *RESET)
     except TypeError as error:
-        if "unexpected keyword argument 'seed'" in str(error):
+        if "reset() got an unexpected keyword argument 'seed'" in str(error):
             text = "its reset takes no seed; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
@@ -361,15 +361,15 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             raise APIUsageError("one object is given as several environments; make a new one")
         self.envs.append(env)
         (seen, _, columns), (acted, _) = self.flat_spaces(self.said_already)
-        if self.agents != agents:
+        if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
+        self.agents = agents  # rows are in the order of the first one's
         for one, first in (seen, self.single_observation_space), (acted, self.single_action_space):
             if one != first:
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
-        if columns != self.columns:
-            raise APIUsageError(
-                f"its environments have different spaces: {self.columns}, {columns}"
-            )
+        places = [[(name, part[0]) for name, part in c.items()] for c in (self.columns, columns)]
+        if places[0] != places[1]:
+            raise APIUsageError(f"its environments have different spaces: {places}")
 
     def reset(self, seed: int = 0):
         with refusals():
@@ -447,9 +447,14 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         return self.envs[0].render()
 
     def close(self):
-        with contextlib.ExitStack() as stack:  # all of them, also if one raises
-            while self.envs:
-                stack.callback(self.envs.pop().close)
+        failed = None
+        while self.envs:  # all of them, also if one raises
+            try:
+                self.envs.pop().close()
+            except Exception as error:
+                failed = failed or error
+        if failed:
+            raise failed
 
 
 class GymnasiumEnvs(AdaptedEnvs):
@@ -502,24 +507,29 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def check_names(self, what: str, named, agents: list):
         """Raises unless it is a dictionary with a value for each of these agents."""
+        possible = {*self.agents}
         for agent in agents:
-            if agent not in self.agents:
+            if agent not in possible:
                 raise APIUsageError(f"agent {agent} is none of its possible_agents: {self.agents}")
-            if not isinstance(named, Mapping) or agent not in named:
-                raise APIUsageError(f"its {what} name no agent {agent}: {named!r:.80}")
+            try:
+                named[agent]  # of a defaultdict too
+            except (TypeError, LookupError) as error:
+                problem = f"its {what} name no agent {agent}: {named!r:.80}"
+                raise APIUsageError(problem) from error
 
     def show(self, i: int, observations: dict, agents: list):
         """The observations of these agents. No other agent of the environment is there."""
-        here = self.envs[i].agents
-        if here and not (isinstance(observations, Mapping) and {*here} & {*observations}):
-            self.check_names("observations", observations, here)
+        if not isinstance(observations, Mapping) or (
+            observations and agents and not {*agents} & {*observations}
+        ):
+            self.check_names("observations", observations, agents)
         rows = self.rows(i)
         self.masks[list(rows.values())] = False
-        for agent in agents:
-            if agent in observations:
-                self.check_names("observations", observations, [agent])
-                self.masks[rows[agent]] = True
-                self.observe(rows[agent], observations[agent])
+        shown = [agent for agent in agents if agent in observations]
+        self.check_names("observations", observations, shown)
+        for agent in shown:
+            self.masks[rows[agent]] = True
+            self.observe(rows[agent], observations[agent])
 
     def reset_one(self, i: int, **seed):
         observations, _ = begin(self.envs[i], seed)

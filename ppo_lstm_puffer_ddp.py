@@ -59,7 +59,7 @@ WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 @dataclass
 class Args:
     exp_name: str = "ppo_lstm_puffer_ddp"  # name of this experiment
-    dist_timeout: int = 600  # seconds that ranks wait for each other; only on the command line
+    dist_timeout: int = 600  # seconds to wait for others, or of a GPU's iteration; not in config
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     output_dir: str = "runs"  # the folder that runs are written to
@@ -1070,7 +1070,7 @@ def as_words(config: dict[str, Any]) -> list[str]:
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    large = re.compile(r"^(--[\w-]+=)?(\d+\.?\d*e\+?\d+)$")  # 1e6 is a whole number too
+    large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
     given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
     resumed = None

@@ -966,7 +966,7 @@ def as_words(config: dict[str, Any]) -> list[str]:
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    large = re.compile(r"^(--[\w-]+=)?(\d+\.?\d*e\+?\d+)$")  # 1e6 is a whole number too
+    large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
     given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
     resumed = None

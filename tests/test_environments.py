@@ -234,8 +234,9 @@ def test_what_is_refused_or_fails_to_close_leaves_no_environment_open():
             raise OSError("is gone")
 
     closed = []
-    with pytest.raises(OSError, match="is gone"):
+    with pytest.raises(OSError, match="is gone") as said:
         adapters.GymnasiumEnvs(lambda: Closes(space=gym.spaces.Text(3)))
+    assert "Text is not supported" in str(said.value.__context__)
     envs = adapters.GymnasiumEnvs(Closes, 3)
     envs.reset()
     with pytest.raises(OSError, match="is gone"):
