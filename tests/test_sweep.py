@@ -302,7 +302,8 @@ def test_samplers_learn_and_minimizing_is_maximizing_the_negative(toy, sampler):
     finish([*words, "--", "--total-timesteps", "2"], toy)
     trials = load(toy).trials
     best = yaml.safe_load((toy / "sweeps/toy__toy/best.yaml").read_text())["x"]
-    assert best == pytest.approx(min(trial.params["x"] for trial in trials), abs=1e-3)
+    smallest = min(trial.params["x"] for trial in trials)
+    assert best == pytest.approx(smallest, abs=0.02)  # a seed is worth 0.001 a trial
     assert best < 0.1
 
 
