@@ -5,6 +5,7 @@ own in all else: its signals, its exit code, what it prints, what a crash does.
 """
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -76,8 +77,9 @@ class Fork:
         return self.stdout.read(), self.stderr.read()
 
     def send_signal(self, signum: int):
-        if self.poll() is None:
-            os.kill(self.pid, signum)
+        with contextlib.suppress(ProcessLookupError):  # as Popen: it has just ended
+            if self.poll() is None:
+                os.kill(self.pid, signum)
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)
