@@ -108,7 +108,7 @@ benchmark: setup $(if $(filter quick,$(PLAN)),,benchmark-peers)  ## measure a re
 	$(PY) benchmark/run.py benchmark/plans/$(PLAN).yaml --out $(OUT) --fresh $(ARGS); code=$$?; \
 		$(PY) benchmark/report.py $(OUT); exit $$code
 
-benchmark-gpu: setup  # on a machine with a GPU: its tests, speed, Breakout, a trace (about twelve minutes)
+benchmark-gpu: setup  # on a machine with a GPU: its tests, speed, Breakout, a trace (some twenty minutes)
 	PY=$(PY) bash benchmark/gpu.sh $(ARGS)
 
 PEERS := pufferl sb3

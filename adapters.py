@@ -364,12 +364,11 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
         self.agents = agents  # rows are in the order of the first one's
-        for one, first in (seen, self.single_observation_space), (acted, self.single_action_space):
+        places = [{name: part[0] for name, part in c.items()} for c in (columns, self.columns)]
+        observed = (seen, self.single_observation_space)
+        for one, first in observed, places, (acted, self.single_action_space):
             if one != first:
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
-        places = [[(name, part[0]) for name, part in c.items()] for c in (self.columns, columns)]
-        if places[0] != places[1]:
-            raise APIUsageError(f"its environments have different spaces: {places}")
 
     def reset(self, seed: int = 0):
         with refusals():
@@ -482,7 +481,7 @@ class PettingZooEnvs(AdaptedEnvs):
     warned = False
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
-        """Those of every agent."""
+        """Those of every agent. self.agents become those that are possible in env."""
         self.agents = list(getattr(env, "possible_agents", ()))
         if not self.agents:
             raise APIUsageError("it has no possible_agents")
@@ -508,12 +507,13 @@ class PettingZooEnvs(AdaptedEnvs):
     def check_names(self, what: str, named, agents: list):
         """Raises unless it is a dictionary with a value for each of these agents."""
         possible = {*self.agents}
+        values = named if isinstance(named, Mapping) else {}
         for agent in agents:
             if agent not in possible:
                 raise APIUsageError(f"agent {agent} is none of its possible_agents: {self.agents}")
             try:
-                named[agent]  # of a defaultdict too
-            except (TypeError, LookupError) as error:
+                values[agent]  # of a defaultdict too
+            except LookupError as error:
                 problem = f"its {what} name no agent {agent}: {named!r:.80}"
                 raise APIUsageError(problem) from error
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything about a GPU, in some twelve minutes: its tests, benchmark/plans/gpu.yaml, and a trace of three iterations for Perfetto.
+# Everything about a GPU, in some twenty minutes (estimated: it has not run whole): its tests, benchmark/plans/gpu.yaml, and a trace of three iterations for Perfetto.
 #   bash benchmark/gpu.sh [GROUP ...]     # of the plan, only these groups
 # `make benchmark-gpu` runs it. On a machine without a network and without .venv: PY=python3, with what requirements.txt and
 # install_pufferlib.sh install on the PYTHONPATH. OUT is where the report goes, PLAN another plan, ARGS the profiled run's arguments.

@@ -391,7 +391,7 @@ def test_killed_rank_restarts_the_job_from_its_last_checkpoint(start, tmp_path):
     assert end_of(run)["exit_reason"] == "completed"
     assert list(tmp_path.glob("runs/*")) == [run]
     assert steps_of(run) == list(range(256, END + 1, 256))
-    _, _, restarted = (tmp_path / "output").read_text().split("run: /")
+    _, _, restarted = (tmp_path / "output").read_text().split(f"run: {tmp_path}/runs/")
     assert int(restarted.partition("\nstep=")[2].split()[0]) > step
     assert not alive(first.values(), 10)
 
@@ -420,7 +420,8 @@ def test_torchrun_that_ends_leaves_a_checkpoint_and_no_process(start, tmp_path, 
     end = end_of(run)
     assert end["exit_reason"] == ("sighup" if signum == signal.SIGHUP else "sigterm")
     assert checkpoint(run)["step"] == end["step"]
-    assert (tmp_path / "output").read_text().count("run: /") == 1  # told to stop, it stays so
+    output = (tmp_path / "output").read_text()
+    assert output.count(f"run: {tmp_path}/runs/") == 1  # told to stop, it stays so
 
 
 def importing(job) -> dict[int, psutil.Process]:
