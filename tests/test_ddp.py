@@ -478,12 +478,16 @@ def test_diverged_job_ends_on_every_rank(tmp_path):
 # Hosts.
 
 
-def test_two_torchruns_train_together_and_survive_a_killed_rank(start, tmp_path):
-    # The one whose rank was killed counts a restart; the other may not.
+def endpoint() -> str:
+    """torchrun's words for a place to meet on this machine."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
-        endpoint = f"--rdzv-endpoint=localhost:{listener.getsockname()[1]}"
-    common = ["--nnodes=2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint]
+        return f"--rdzv-endpoint=localhost:{listener.getsockname()[1]}"
+
+
+def test_two_torchruns_train_together_and_survive_a_killed_rank(start, tmp_path):
+    # The one whose rank was killed counts a restart; the other may not.
+    common = ["--nnodes=2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint()]
     arguments = ["--total-timesteps", END, "--checkpoint-interval", "4"]
     jobs = []
     for i in range(2):
@@ -497,3 +501,26 @@ def test_two_torchruns_train_together_and_survive_a_killed_rank(start, tmp_path)
     assert list(tmp_path.glob("runs/*")) == [run] and run.name.endswith("__test")
     assert end_of(run)["exit_reason"] == "completed"
     assert steps_of(run) == list(range(256, END + 1, 256))
+
+
+def test_host_that_joins_trains_along(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # docs/many-gpus.md
+    common = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint()]
+
+    def host(number: int):
+        conf = f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=1"
+        return start(*LONG, options=[*common, conf], ranks=1, output=f"output{number}")
+
+    jobs = [host(0)]
+    run = first_checkpoint(tmp_path, jobs[0])
+    before = ranks_of(jobs[0])
+    jobs.append(host(1))
+    ranks = wait_for(lambda: ranks_of(jobs[1]), jobs[1])
+    first = wait_for(lambda: ranks_of(jobs[0]), jobs[0])
+    assert (first | ranks).keys() == {0, 1} and first != before
+    step = checkpoint(run)["step"]
+    wait_for(lambda: checkpoint(run)["step"] > step, jobs[0])
+    jobs[0].send_signal(signal.SIGTERM)
+    assert all(job.wait(60) for job in jobs)
+    assert list(tmp_path.glob("runs/*")) == [run]
+    assert end_of(run)["exit_reason"] == "sigterm"
