@@ -650,7 +650,7 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         if versions:
             hint = f"There is {', '.join(versions)}"
         elif module:
-            hint = f"{module} does not register it"
+            hint = f'{module} does not register it: gym.register("{gym_id}", YourClass)'
         elif "/" in gym_id:
             module = "ale_py" if gym_id.startswith("ALE/") else "MODULE"
             hint = f"Name its module: {module}:{gym_id}"

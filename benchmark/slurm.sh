@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two hosts of eight GPUs under Slurm:
-#   sbatch benchmark/slurm.sh --config configs/cuda.yaml --num-envs 65536 --minibatch-size 262144 --total-timesteps 500_000_000 --checkpoint-interval 20
+#   sbatch benchmark/slurm.sh --config configs/cuda.yaml --num-envs 16384 --minibatch-size 65536 --total-timesteps 480_000_000 --checkpoint-interval 20
 # One torchrun per host; they meet at the first. The job's number names the run's folder, on storage that the hosts share,
 # because after a restart any of them may be the one that reads the checkpoint. A requeued job goes on where it was.
 #SBATCH --job-name=ppo_lstm_puffer_ddp
@@ -10,6 +10,7 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=04:00:00
 #SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
 set -euo pipefail
 

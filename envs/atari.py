@@ -1,11 +1,10 @@
 """Atari as CleanRL and Stable-Baselines3 prepare it: frames of 84 x 84 in grey, four to a step, up to
 30 steps of nothing at the start of a game, FIRE where a game waits for it, and a life is an episode.
 
-    pip install ale-py opencv-python-headless
     python ppo_lstm_puffer.py --config configs/atari.yaml
     python tools/play.py latest --env.episodic_life false    # whole games
 
---env.game Breakout is another. env/episode/r in the log is the score of whole games. Frames are not
+--env.game Breakout is another. episodic_return is of a life, env/episode/r of a whole game. Frames are not
 stacked: the LSTM has seen those before.
 """
 

@@ -42,7 +42,14 @@ STANDS_FOR = {
     "my_package.my_game": "parallel_game",
 }
 # Of gcloud and pip, in the text.
-FOREIGN_FLAGS = {"--worker", "--command", "--accelerator-type", "--version", "--find-links"}
+FOREIGN_FLAGS = {
+    "--worker",
+    "--command",
+    "--accelerator-type",
+    "--version",
+    "--find-links",
+    "--logdir",
+}
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
