@@ -44,7 +44,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass
 class Args:
-    exp_name: str = "ppo_lstm_puffer"  # name of this experiment
+    exp_name: str = Path(__file__).stem  # name of this experiment
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     output_dir: str = "runs"  # the folder that runs are written to
@@ -82,6 +82,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
+    chrono_init: int = 1  # for memory: the LSTM's gates keep from 1 to so many steps at first
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -122,7 +123,7 @@ class Agent(nn.Module):
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
-            norm = nn.BatchNorm1d(math.prod(shape), affine=False, momentum=None)
+            norm = nn.BatchNorm1d(math.prod(shape), eps=1e-8, affine=False, momentum=None)
             self.observation_norm = nn.Sequential(norm, nn.Hardtanh(-10, 10)).eval()
         if args.norm_rewards:
             self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
@@ -136,7 +137,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, for `encode`; any width F
+        self.policy.encoder = nn.Sequential(*layers)  # its first layer is in float32; any width F
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -154,6 +155,8 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
+        keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
+        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -315,7 +318,6 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw. A step's
     weight is its share of those that count, times the importance weight; 0 where it was ignored.
     """
-    valid = valid[:-1]
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
     segments, importance = sample_segments(advantages, uniform, k, args.prio_alpha, beta)
@@ -346,7 +348,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); old_logprobs (T, B). Every mean is a
     sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
-    Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    Returns the loss; detached, the ratio and values (T, B), and LOSSES but grad_norm.
     """
     _, advantages, returns, old_values, weight = minibatch
     logits, values = agent.heads(hidden)
@@ -359,12 +361,11 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
     value_error = torch.max((values - returns) ** 2, (old_values + change - returns) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
+    approx_kl = (weight * (ratio - 1 - logratio)).sum()
+    clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():  # for the log
-        approx_kl = (weight * (ratio - 1 - logratio)).sum()
-        clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-        terms = (policy_loss, value_loss, entropy, approx_kl, clipfrac)
-    return loss, logratio.detach(), values.detach(), torch.stack(terms).detach()
+    terms = torch.stack((policy_loss, value_loss, entropy, approx_kl, clipfrac))
+    return loss, ratio.detach(), values.detach(), terms.detach()
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
@@ -376,7 +377,7 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
     return actions, logprobs, values, h, c
 
 
-LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm"]
+LOSSES = ["grad_norm", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
 COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`
 
 
@@ -452,18 +453,17 @@ def train(args: Args, envs: "Envs", run: "Run"):
     run.restore(agent, optimizers)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
-    # become row 0 of the next, its values are the bootstrap, its actions are drawn anew there.
+    # become row 0 of the next, its values are the bootstrap.
     zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
     dtype = torch.float32 if agent.continuous else torch.int64
-    actions = zeros(T + 1, N, math.prod(envs.action_space.shape), dtype=dtype)
-    logprobs, values = zeros(2, T + 1, N)
+    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=dtype)
     arrived = zeros(3, T + 1, N)  # with o_t: dones, valid, and the reward of step t - 1
-    dones, valid, _ = arrived
-    rewards = arrived[2, 1:]
-    ratio, discounted = zeros(2, T, N)
+    dones, valid, raw_rewards = arrived
+    values = zeros(T + 1, N)
+    logprobs, rewards, ratio, discounted = zeros(4, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
     # These change from one iteration to the next, in place too, so that CUDA graphs find them.
     noise = agent.sampling_noise(T + 1, N, device=device)
@@ -484,38 +484,38 @@ def train(args: Args, envs: "Envs", run: "Run"):
         rows = slice(start, stop)
         inputs = observations[t, rows], dones[t, rows], h[rows], c[rows]
         action, logprob, value, new_h, new_c = act(agent, *inputs, *lstm_weights, noise[t, rows])
-        actions[t, rows] = action
-        logprobs[t, rows] = logprob
         values[t, rows] = value
         if t < T:
+            actions[t, rows] = action
+            logprobs[t, rows] = logprob
             h[rows] = new_h
             c[rows] = new_c
 
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         """Draws a minibatch and takes an optimizer step. Returns all advantages, and LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        drawn = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        drawn = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
         minibatch, advantages = drawn
         sums = zeros(len(LOSSES) - 1)
         agent.zero_grad()
         most = args.max_minibatch_size // T  # segments at once; their gradients add up
-        parts = zip(*(tensor.split(most, -1) for tensor in minibatch))
+        parts = zip(*(tensor.split(most, -1) for tensor in minibatch), strict=True)
         for part in map(Minibatch._make, parts):
             segments = part.segments
             features = agent.encode(observations[:T].index_select(1, segments))
             start = start_h[segments], start_c[segments]
             hidden = lstm_outputs(features, *start, dones[:T, segments], *agent.lstm_weights())
-            taken = actions[:T, segments], logprobs[:T, segments]
-            loss, logratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
+            taken = actions[:, segments], logprobs[:, segments]
+            loss, new_ratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = logratio.exp()  # of the policy before this step
+            ratio[:, segments] = new_ratio  # of the policy before this step
             values[:T, segments] = new_values
             sums += terms
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         means = sums / minibatch.weight.sum().clamp_min(1e-12)
-        return advantages, torch.cat((means, grad_norm[None]))
+        return advantages, torch.cat((grad_norm[None], means))
 
     graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
     act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
@@ -537,6 +537,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
                 act_of(t, rows.start, rows.stop)()
                 if t < T:
                     envs.send(actions[t, rows].cpu().numpy())
+        rewards.copy_(raw_rewards[1:])
         if args.clip_rewards and not args.norm_rewards:
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
@@ -555,10 +556,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         ratio.fill_(1)
         rollout_values = values[:T].clone()
         statistics = zeros(len(LOSSES))
-        for minibatch in range(num_minibatches):
+        for k in range(num_minibatches):
             advantages, terms = update()
             statistics += terms
-            if minibatch == 0:  # of the policy that acted
+            if k == 0:  # of the policy that acted
                 rollout_advantages = advantages.clone()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1

@@ -4,9 +4,8 @@
 
 This is ppo_lstm_puffer.py with what several ranks change: each has its share of the environments
 and of every minibatch. Numbers on the command line are of all together, --max-minibatch-size and
---num-workers of one. An update's gradients and losses are summed as one flat tensor, in place of
-DistributedDataParallel, which takes means of gradients alone, and one for each part of a minibatch.
-Rank 0 reads, writes and logs. docs/many-gpus.md: hosts, restarts, signals.
+--num-workers of one. An update's gradients and losses are one flat sum; DistributedDataParallel
+takes means of gradients alone. Rank 0 reads, writes and logs. docs/many-gpus.md has the rest.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 
 @dataclass
 class Args:
-    exp_name: str = "ppo_lstm_puffer_ddp"  # name of this experiment
+    exp_name: str = Path(__file__).stem  # name of this experiment
     dist_timeout: int = 600  # seconds to wait for others, or of a GPU's iteration; not in config
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
@@ -97,6 +96,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
+    chrono_init: int = 1  # for memory: the LSTM's gates keep from 1 to so many steps at first
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -137,7 +137,7 @@ class Agent(nn.Module):
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
-            norm = nn.BatchNorm1d(math.prod(shape), affine=False, momentum=None)
+            norm = nn.BatchNorm1d(math.prod(shape), eps=1e-8, affine=False, momentum=None)
             self.observation_norm = nn.Sequential(norm, nn.Hardtanh(-10, 10)).eval()
         if args.norm_rewards:
             self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
@@ -151,7 +151,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, for `encode`; any width F
+        self.policy.encoder = nn.Sequential(*layers)  # its first layer is in float32; any width F
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -169,6 +169,8 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
+        keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
+        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -330,7 +332,6 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     Arguments: see those two. Returns the share, which `weigh` finishes, and totals (5) over all
     steps that count: how many, then sum and sum of squares of the advantages and of the returns.
     """
-    valid = valid[:-1]
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps // WORLD_SIZE
     segments, importance = sample_segments(advantages, uniform, k, args.prio_alpha, beta)
@@ -375,7 +376,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); old_logprobs (T, B). Every mean is a
     sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
-    Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    Returns the loss; detached, the ratio and values (T, B), and LOSSES but grad_norm.
     """
     _, advantages, returns, old_values, weight = minibatch
     logits, values = agent.heads(hidden)
@@ -388,12 +389,11 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
     value_error = torch.max((values - returns) ** 2, (old_values + change - returns) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
+    approx_kl = (weight * (ratio - 1 - logratio)).sum()
+    clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():  # for the log
-        approx_kl = (weight * (ratio - 1 - logratio)).sum()
-        clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-        terms = (policy_loss, value_loss, entropy, approx_kl, clipfrac)
-    return loss, logratio.detach(), values.detach(), torch.stack(terms).detach()
+    terms = torch.stack((policy_loss, value_loss, entropy, approx_kl, clipfrac))
+    return loss, ratio.detach(), values.detach(), terms.detach()
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
@@ -405,7 +405,7 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
     return actions, logprobs, values, h, c
 
 
-LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm"]
+LOSSES = ["grad_norm", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
 COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`
 
 
@@ -481,18 +481,17 @@ def train(args: Args, envs: "Envs", run: "Run"):
     run.restore(agent, optimizers)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
-    # become row 0 of the next, its values are the bootstrap, its actions are drawn anew there.
+    # become row 0 of the next, its values are the bootstrap.
     zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
     dtype = torch.float32 if agent.continuous else torch.int64
-    actions = zeros(T + 1, N, math.prod(envs.action_space.shape), dtype=dtype)
-    logprobs, values = zeros(2, T + 1, N)
+    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=dtype)
     arrived = zeros(3, T + 1, N)  # with o_t: dones, valid, and the reward of step t - 1
-    dones, valid, _ = arrived
-    rewards = arrived[2, 1:]
-    ratio, discounted = zeros(2, T, N)
+    dones, valid, raw_rewards = arrived
+    values = zeros(T + 1, N)
+    logprobs, rewards, ratio, discounted = zeros(4, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
     # These change from one iteration to the next, in place too, so that CUDA graphs find them.
     noise = agent.sampling_noise(T + 1, N, device=device)
@@ -519,32 +518,32 @@ def train(args: Args, envs: "Envs", run: "Run"):
         rows = slice(start, stop)
         inputs = observations[t, rows], dones[t, rows], h[rows], c[rows]
         action, logprob, value, new_h, new_c = act(agent, *inputs, *lstm_weights, noise[t, rows])
-        actions[t, rows] = action
-        logprobs[t, rows] = logprob
         values[t, rows] = value
         if t < T:
+            actions[t, rows] = action
+            logprobs[t, rows] = logprob
             h[rows] = new_h
             c[rows] = new_c
 
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         """Draws a minibatch and takes an optimizer step. Returns the draw's totals, and LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        drawn = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        drawn = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
         share, totals = drawn
         dist.all_reduce(totals)
         minibatch = weigh(share, totals, args)
         flat.zero_()
         most = args.max_minibatch_size // T  # segments at once; their gradients add up
-        parts = zip(*(tensor.split(most, -1) for tensor in minibatch))
+        parts = zip(*(tensor.split(most, -1) for tensor in minibatch), strict=True)
         for part in map(Minibatch._make, parts):
             segments = part.segments
             features = agent.encode(observations[:T].index_select(1, segments))
             start = start_h[segments], start_c[segments]
             hidden = lstm_outputs(features, *start, dones[:T, segments], *agent.lstm_weights())
-            taken = actions[:T, segments], logprobs[:T, segments]
-            loss, logratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
+            taken = actions[:, segments], logprobs[:, segments]
+            loss, new_ratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = logratio.exp()  # of the policy before this step
+            ratio[:, segments] = new_ratio  # of the policy before this step
             values[:T, segments] = new_values
             sums.add_(torch.cat((terms, part.weight.sum()[None])))
         dist.all_reduce(flat)
@@ -552,7 +551,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         for optimizer in optimizers:
             optimizer.step()
         means = sums[:-1] / sums[-1].clamp_min(1e-12)
-        return totals, torch.cat((means, grad_norm[None]))
+        return totals, torch.cat((grad_norm[None], means))
 
     graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
     act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
@@ -578,6 +577,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
                 act_of(t, rows.start, rows.stop)()
                 if t < T:
                     envs.send(actions[t, rows].cpu().numpy())
+        rewards.copy_(raw_rewards[1:])
         if args.clip_rewards and not args.norm_rewards:
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
@@ -595,10 +595,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
         statistics = zeros(len(LOSSES))
-        for minibatch in range(num_minibatches):
+        for k in range(num_minibatches):
             totals, terms = update()
             statistics += terms
-            if minibatch == 0:  # of the policy that acted
+            if k == 0:  # of the policy that acted
                 rollout_mean = totals / totals[0].clamp_min(1)
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1

@@ -50,7 +50,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass
 class Args:
-    exp_name: str = "ppo_lstm_puffer"  # name of this experiment
+    exp_name: str = Path(__file__).stem  # name of this experiment
     seed: int = 1  # of Python, numpy, torch, every environment and every worker
     device: Literal["auto", "cpu", "tpu"] = "auto"  # auto: a TPU, which must be there
     output_dir: str = "runs"  # the folder that runs are written to
@@ -88,6 +88,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
+    chrono_init: int = 1  # for memory: the LSTM's gates keep from 1 to so many steps at first
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     # Run
     time_limit: float = math.inf  # stop after so many seconds of training from this start
@@ -126,7 +127,7 @@ class Agent(nn.Module):
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
-            norm = nn.BatchNorm1d(math.prod(shape), affine=False, momentum=None)
+            norm = nn.BatchNorm1d(math.prod(shape), eps=1e-8, affine=False, momentum=None)
             self.observation_norm = nn.Sequential(norm, nn.Hardtanh(-10, 10)).eval()
         if args.norm_rewards:
             self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
@@ -140,7 +141,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, for `encode`; any width F
+        self.policy.encoder = nn.Sequential(*layers)  # its first layer is in float32; any width F
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -158,6 +159,8 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
+        keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
+        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -325,7 +328,6 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw. A step's
     weight is its share of those that count, times the importance weight; 0 where it was ignored.
     """
-    valid = valid[:-1]
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
     segments, importance = sample_segments(advantages, uniform, k, args.prio_alpha, beta)
@@ -345,7 +347,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); old_logprobs (T, B). Every mean is a
     sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
-    Returns the loss, the detached log-ratio and values (T, B), and LOSSES but grad_norm.
+    Returns the loss; detached, the ratio and values (T, B), and LOSSES but grad_norm.
     """
     _, advantages, returns, old_values, weight = minibatch
     logits, values = agent.heads(hidden)
@@ -358,12 +360,11 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
     value_error = torch.max((values - returns) ** 2, (old_values + change - returns) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
     entropy = (weight * entropy).sum()
+    approx_kl = (weight * (ratio - 1 - logratio)).sum()
+    clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    with torch.no_grad():  # for the log
-        approx_kl = (weight * (ratio - 1 - logratio)).sum()
-        clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-        terms = (policy_loss, value_loss, entropy, approx_kl, clipfrac)
-    return loss, logratio.detach(), values.detach(), torch.stack(terms).detach()
+    terms = torch.stack((policy_loss, value_loss, entropy, approx_kl, clipfrac))
+    return loss, ratio.detach(), values.detach(), terms.detach()
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
@@ -375,7 +376,7 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
     return actions, logprobs, values, h, c
 
 
-LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm"]
+LOSSES = ["grad_norm", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
 # ALGO LOGIC: Muon ---------------------------------------------------------------------------------
 
 
@@ -450,16 +451,16 @@ def train(args: Args, envs: "Envs", run: "Run"):
     run.restore(agent, optimizers)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
-    # become row 0 of the next, its values are the bootstrap, its actions are drawn anew there.
+    # become row 0 of the next, its values are the bootstrap.
     zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
     dtype = torch.float32 if agent.continuous else torch.int64
-    actions = zeros(T + 1, N, math.prod(envs.action_space.shape), dtype=dtype)
+    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=dtype)
     # No views of one tensor: a write to one would be a write to all.
-    logprobs, values, dones, valid = (zeros(T + 1, N) for _ in range(4))
-    rewards, ratio, discounted = (zeros(T, N) for _ in range(3))
+    values, dones, valid = (zeros(T + 1, N) for _ in range(3))
+    logprobs, rewards, ratio, discounted = (zeros(T, N) for _ in range(4))
     h, c, start_h, start_c = (zeros(N, args.hidden_size) for _ in range(4))
     share(1, observations, actions, dones, valid, logprobs, values, rewards, ratio, discounted)
     share(0, h, c, start_h, start_c)
@@ -494,40 +495,40 @@ def train(args: Args, envs: "Envs", run: "Run"):
         at = indices[t]
         inputs = observations[at, rows][0], dones[at, rows][0], h[rows], c[rows], *lstm_weights
         action, logprob, value, new_h, new_c = act(agent, *inputs, noise[at, rows][0])
-        actions[at, rows] = action
-        logprobs[at, rows] = logprob
         values[at, rows] = value
         if t < T:
+            actions[at, rows] = action
+            logprobs[at, rows] = logprob
             h[rows] = new_h
             c[rows] = new_c
 
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         """Draws a minibatch and takes an optimizer step. Returns all advantages, and LOSSES."""
         uniform = torch.rand(N + 1).to(device)  # drawn on the CPU, as the reference does
-        drawn = draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args)
+        drawn = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
         minibatch, advantages = drawn
         share(0, minibatch.segments)
         share(1, *minibatch[1:])  # and with these all that follows
         sums = zeros(len(LOSSES) - 1)
         agent.zero_grad()
         most = args.max_minibatch_size // T  # segments at once; their gradients add up
-        parts = zip(*(tensor.split(most, -1) for tensor in minibatch))
+        parts = zip(*(tensor.split(most, -1) for tensor in minibatch), strict=True)
         for part in map(Minibatch._make, parts):
             segments = part.segments
             features = agent.encode(observations[:T, segments])
             start = start_h[segments], start_c[segments]
             hidden = lstm_outputs(features, *start, dones[:T, segments], *agent.lstm_weights())
-            taken = actions[:T, segments], logprobs[:T, segments]
-            loss, logratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
+            taken = actions[:, segments], logprobs[:, segments]
+            loss, new_ratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = logratio.exp()  # of the policy before this step
+            ratio[:, segments] = new_ratio  # of the policy before this step
             values[:T, segments] = new_values
             sums += terms
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         means = sums / minibatch.weight.sum().clamp_min(1e-12)
-        return advantages, torch.cat((means, grad_norm[None]))
+        return advantages, torch.cat((grad_norm[None], means))
 
     update = torch_xla.compile(update, full_graph=True)
 
@@ -567,10 +568,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         ratio.fill_(1)
         rollout_values = values[:T].clone()
         statistics = zeros(len(LOSSES))
-        for minibatch in range(num_minibatches):
+        for k in range(num_minibatches):
             advantages, terms = update()
             statistics += terms
-            if minibatch == 0:  # of the policy that acted
+            if k == 0:  # of the policy that acted
                 rollout_advantages = advantages.clone()
         unexplained = moments(rollout_advantages, counted)[1]
         unexplained /= moments(rollout_advantages + rollout_values, counted)[1].clamp_min(1e-12)

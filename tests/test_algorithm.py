@@ -77,7 +77,7 @@ def record_training(folder, env_id, segments=3, **arguments) -> list[SimpleNames
 
     def ppo_loss(agent, hidden, actions, logprobs, minibatch, args, original=ppo.ppo_loss):
         result = original(agent, hidden, actions, logprobs, minibatch, args)
-        found = {"ratio": result[1].exp(), "new_values": result[2], "weight": minibatch.weight}
+        found = {"ratio": result[1], "new_values": result[2], "weight": minibatch.weight}
         records[-1].parts[-1] |= {"actions": actions, "logprobs": logprobs} | found
         records[-1].agent = agent
         return result
@@ -170,7 +170,7 @@ def test_ratio_is_one_in_the_first_update_of_every_iteration_while_it_learns(tmp
 @pytest.mark.parametrize("num_workers", [0, 2, 4])
 def test_every_agent_gets_its_own_action_and_its_own_reward(tmp_path, num_workers):
     for record in record_training(tmp_path, "Continuous-v0", num_workers=num_workers):
-        acted = record.valid[:-1]
+        acted = record.valid
         error = ((record.actions.clamp(-1, 1) - record.observations) ** 2).sum(-1)
         torch.testing.assert_close(record.rewards, -error * acted, atol=1e-5, rtol=0)
 
@@ -185,6 +185,16 @@ def loop_over_cells(cell: nn.LSTMCell, x, h, c, dones):
         h, c = cell(x[t], (h * keep, c * keep))
         outputs.append(h)
     return torch.stack(outputs), h, c
+
+
+def test_gates_keep_their_state_for_one_to_chrono_init_steps_at_first():
+    for steps in 1, 100:
+        _, bias = make_agent(chrono_init=steps).lstm_weights()
+        i, f, g, o = bias.sigmoid().chunk(4)
+        kept = torch.linspace(1, steps, 8)
+        torch.testing.assert_close(f, kept / (1 + kept))
+        torch.testing.assert_close(i, 1 - f)
+        assert (g == 0.5).all() and (o == 0.5).all()
 
 
 def test_lstm_equals_a_loop_over_cells_that_zeroes_its_state_in_values_and_gradients():
@@ -384,11 +394,12 @@ def test_the_last_observation_is_not_acted_on_and_is_done_if_terminated(
         assert shown == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
         assert records[0].dones[:, i].tolist() == [1, 0, 0, last, 1, 0, 0, last]
         assert records[1].dones[:, i].tolist() == [last, 1, 0, 0, last, 1, 0, 0]
-        assert records[0].valid[:, i].tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
+        assert records[0].valid[:, i].tolist() == [1, 1, 1, 0, 1, 1, 1]
+        assert records[1].valid[:, i].tolist() == [0, 1, 1, 1, 0, 1, 1]
         assert records[0].rewards[:, i].tolist() == [1, 1, 1, 0, 1, 1, 1]
     for record in records:
         torch.testing.assert_close(record.reset, record.dones[:-1])
-        torch.testing.assert_close(record.weight, record.valid[:-1] / record.valid[:-1].sum())
+        torch.testing.assert_close(record.weight, record.valid / record.valid.sum())
 
 
 # I5: prioritized segments -------------------------------------------------------------------------
@@ -440,11 +451,11 @@ def batch(T=4, N=16, valid=None):
     rewards = 0.1 * torch.randn(T, N)
     rewards[:, 3] += 4
     rewards[:, 11] += 3
-    valid = torch.ones(T + 1, N) if valid is None else valid
+    valid = torch.ones(T, N) if valid is None else valid
     return values, rewards, dones, valid, torch.ones(T, N)
 
 
-SOME_VALID = (torch.rand(5, 16, generator=torch.Generator().manual_seed(4)) < 0.7).float()
+SOME_VALID = (torch.rand(4, 16, generator=torch.Generator().manual_seed(4)) < 0.7).float()
 HALF = {"minibatch_size": 32, "num_steps": 4, "prio_alpha": 0.8}  # of the batch
 
 
@@ -481,15 +492,15 @@ def test_with_beta_one_policy_value_and_entropy_terms_are_unbiased(valid):
 def test_a_minibatch_has_the_newest_values_returns_and_weights_of_its_segments():
     args = ppo.Args(gamma=0.0, prio_alpha=0.0, minibatch_size=6, num_steps=2)
     rewards = torch.tensor([[1.0, 2.0, 300.0], [3.0, 6.0, -50.0]])
-    valid = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1.0]])
+    valid = torch.tensor([[1, 1, 0], [1, 1, 0.0]])
     values = torch.full((3, 3), 0.5)
     tensors = (values, rewards, torch.zeros(3, 3), valid, torch.ones(2, 3), torch.rand(4), 1.0)
     minibatch, advantages = ppo.draw_minibatch(*tensors, args)
     order = minibatch.segments.argsort()
-    torch.testing.assert_close(advantages, (rewards - 0.5) * valid[:2])
+    torch.testing.assert_close(advantages, (rewards - 0.5) * valid)
     torch.testing.assert_close(minibatch.returns[:, order][:, :2], rewards[:, :2])
     torch.testing.assert_close(minibatch.values, values[:2])
-    torch.testing.assert_close(minibatch.weight[:, order], valid[:2] / 4)
+    torch.testing.assert_close(minibatch.weight[:, order], valid / 4)
     expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / 3.5**0.5
     torch.testing.assert_close(minibatch.advantages[:, order][:, :2], expected)
 
@@ -579,13 +590,13 @@ def saved_statistics(folder, name: str):
 def test_observations_are_normalized_by_the_statistics_of_all_steps_that_count(tmp_path):
     sizes = {"num_envs": 8, "segments": 5, "norm_obs": True}
     records = record_training(tmp_path, "CartPole-v1", **sizes)
-    seen = [record.observations[record.valid[:-1] > 0].numpy() for record in records]
+    seen = [record.observations[record.valid > 0].numpy() for record in records]
     assert len({len(steps) for steps in seen}) > 1, "some steps do not count"
     mean, variance = saved_statistics(tmp_path, "observation_norm.0")
     np.testing.assert_allclose(mean, statistics_of(seen)[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(variance, statistics_of(seen)[1], rtol=1e-4)
     observations = records[0].observations[0]
-    expected = (observations.numpy() - mean) / np.sqrt(variance + 1e-5)
+    expected = (observations.numpy() - mean) / np.sqrt(variance + 1e-8)
     normalized = records[0].agent.flatten(observations)
     np.testing.assert_allclose(normalized, expected.clip(-10, 10), rtol=1e-4, atol=1e-5)
     assert records[0].agent.flatten(1e9 * observations).abs().max() == 10
@@ -707,14 +718,14 @@ def loss_of(*, ratio=1.0, advantage=0.0, value_change=0.0, value_error=0.0, **ar
         weight=torch.full((2, 3), 1 / 6),
     )
     logprobs -= np.log(ratio)
-    loss, logratio, _, terms = ppo.ppo_loss(agent, hidden, actions, logprobs, minibatch, args)
+    loss, new_ratio, _, terms = ppo.ppo_loss(agent, hidden, actions, logprobs, minibatch, args)
     loss.backward()
     return SimpleNamespace(
         loss=loss.item(),
         grad=hidden.grad,
         logits=logits,
-        ratio=logratio.exp(),
-        statistics=dict(zip(ppo.LOSSES, terms.tolist())),
+        ratio=new_ratio,
+        statistics=dict(zip(ppo.LOSSES[1:], terms.tolist())),
     )
 
 

@@ -391,7 +391,7 @@ def drawn(alpha: float, beta: float, valid_share=0.8) -> ppo.Minibatch:
     """4 of 16 segments of 8 steps, of which some do not count."""
     generator = torch.Generator().manual_seed(3)
     values, rewards = (torch.randn(T, 16, generator=generator) for T in (9, 8))
-    valid = (torch.rand(9, 16, generator=generator) < valid_share).float()
+    valid = (torch.rand(9, 16, generator=generator) < valid_share).float()[:8]
     ratio = torch.ones(8, 16)
     uniform = torch.rand(17, generator=generator)
     args = ppo.Args(prio_alpha=alpha, minibatch_size=32, num_steps=8)

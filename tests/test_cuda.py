@@ -69,7 +69,7 @@ def test_first_update_is_that_of_the_cpu():
     actions = torch.randint(3, (T, N, 1))
     values = torch.randn(T + 1, N)
     logprobs, rewards, ratio = torch.randn(3, T, N) / 10 + torch.tensor([-1.1, 0, 1])[:, None, None]
-    batch = (values, rewards, dones, torch.ones(T + 1, N), ratio, torch.rand(N + 1))
+    batch = (values, rewards, dones, torch.ones(T, N), ratio, torch.rand(N + 1))
     after = []
     for device in "cpu", "cuda":
         torch.manual_seed(2)

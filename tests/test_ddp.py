@@ -167,7 +167,7 @@ def test_statistics_of_returns_far_from_zero_are_not_lost_to_rounding():
     values = torch.zeros(5, 400)
     ones = torch.ones(5, 400)
     rewards = 100 + 0.02 * torch.randn(4, 400)  # every step is an episode: they are the returns
-    given = values, rewards, ones, ones, torch.ones(4, 400), torch.rand(401), torch.tensor(1.0)
+    given = values, rewards, ones, ones[:4], ones[:4], torch.rand(401), torch.tensor(1.0)
     _, totals = ddp.draw_minibatch(*given, args)
     count, _, _, total, squares = totals.tolist()
     expected = rewards.double().var(correction=0).item()
@@ -185,9 +185,9 @@ def test_draws_of_unequal_ranks_stand_for_all_segments():
         values = torch.randn(5, 12)
         rewards = scale * torch.randn(4, 12)
         dones = (torch.rand(5, 12) < 0.2).float()
-        batches.append((values, rewards, dones, torch.ones(5, 12), torch.rand(4, 12) + 0.5))
+        batches.append((values, rewards, dones, torch.ones(4, 12), torch.rand(4, 12) + 0.5))
         _, _, _, valid, ratio = batches[-1]
-        advantages.append(ddp.compute_advantages(values, rewards, dones, valid[1:], ratio, args))
+        advantages.append(ddp.compute_advantages(values, rewards, dones, valid, ratio, args))
     advantages = torch.cat(advantages, 1)
 
     def estimate():
