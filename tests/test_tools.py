@@ -314,7 +314,7 @@ def test_onnx_gives_the_logits_of_torch(normalized, call, refused):
     keep = (1 - done)[:, None]
     norm = agent.observation_norm[0]
     with torch.no_grad():
-        x = (x - norm.running_mean) / (norm.running_var + 1e-5).sqrt()
+        x = (x - norm.running_mean) / (norm.running_var + 1e-8).sqrt()
         expected, _ = cell(agent.policy.encoder(x.clamp(-10, 10)), (h * keep, c * keep))
         expected = (*agent.heads(expected), expected)
     torch.testing.assert_close((logits, value, next_h), expected, rtol=1e-4, atol=1e-5)
