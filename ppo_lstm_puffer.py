@@ -6,9 +6,8 @@
     python ppo_lstm_puffer.py --resume latest                    # go on after a crash or Ctrl-C
     python tools/play.py latest                                  # play; tools/watch.py: dashboard
 
-The algorithm is PufferLib's PuffeRL (PPO + LSTM, V-trace, prioritized segments, Muon) with what it
-leaves out: the LSTM is reset where an episode ends and carried from segment to segment, and the
-value after a segment is bootstrapped. Below the border line is what the algorithm does not need.
+This is PufferLib's PuffeRL (PPO + LSTM, V-trace, prioritized segments, Muon), the LSTM reset where
+an episode ends and carried from segment to segment. docs/algorithm.md has all differences.
 """
 
 import contextlib
@@ -82,7 +81,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the LSTM's gates keep from 1 to so many steps at first
+    chrono_init: int = 1  # for memory: the new LSTM's gates keep from 1 to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -114,7 +113,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, args: Args):
         super().__init__()
-        self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
         # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
@@ -137,7 +135,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # its first layer is in float32; any width F
+        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, the first of it in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -157,6 +155,7 @@ class Agent(nn.Module):
                 nn.init.zeros_(parameter)
         keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
         self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
+        self.dtype = getattr(torch, args.precision)
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -341,6 +340,7 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
     change = x.mean(0) - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(x.var(0, correction=0) + (1 - share) * change**2, share)
+    norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # float32 has no more digits
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):

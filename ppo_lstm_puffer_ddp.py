@@ -1,11 +1,10 @@
-"""PPO with an LSTM on PufferLib's C environments, under torchrun: many GPUs, many hosts.
+"""PPO with an LSTM under torchrun: many GPUs, many hosts (docs/many-gpus.md).
 
     torchrun --nproc-per-node=2 --max-restarts=3 ppo_lstm_puffer_ddp.py --env-id breakout
 
 This is ppo_lstm_puffer.py with what several ranks change: each has its share of the environments
-and of every minibatch. Numbers on the command line are of all together, --max-minibatch-size and
---num-workers of one. An update's gradients and losses are one flat sum; DistributedDataParallel
-takes means of gradients alone. Rank 0 reads, writes and logs. docs/many-gpus.md has the rest.
+and of every minibatch. Arguments are of all together, --max-minibatch-size and --num-workers of
+one. Gradients and losses are one flat sum (DistributedDataParallel takes means of gradients).
 """
 
 import contextlib
@@ -96,7 +95,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the LSTM's gates keep from 1 to so many steps at first
+    chrono_init: int = 1  # for memory: the new LSTM's gates keep from 1 to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -128,7 +127,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, args: Args):
         super().__init__()
-        self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
         # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
@@ -151,7 +149,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # its first layer is in float32; any width F
+        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, the first of it in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -171,6 +169,7 @@ class Agent(nn.Module):
                 nn.init.zeros_(parameter)
         keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
         self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
+        self.dtype = getattr(torch, args.precision)
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -369,6 +368,7 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
     change = mean.float() - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(variance + (1 - share) * change**2, share)
+    norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # float32 has no more digits
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):

@@ -88,7 +88,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the LSTM's gates keep from 1 to so many steps at first
+    chrono_init: int = 1  # for memory: the new LSTM's gates keep from 1 to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     # Run
     time_limit: float = math.inf  # stop after so many seconds of training from this start
@@ -118,7 +118,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, args: Args):
         super().__init__()
-        self.dtype = getattr(torch, args.precision)
         hidden = args.hidden_size
         shape = observation_space.shape
         # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
@@ -141,7 +140,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # its first layer is in float32; any width F
+        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, the first of it in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -161,6 +160,7 @@ class Agent(nn.Module):
                 nn.init.zeros_(parameter)
         keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
         self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
+        self.dtype = getattr(torch, args.precision)
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -679,6 +679,7 @@ def observe(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
     change = mean - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(variance + (1 - share) * change**2, share)
+    norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # float32 has no more digits
 
 
 class Envs:

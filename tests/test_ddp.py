@@ -16,6 +16,7 @@ import time
 import uuid
 from types import SimpleNamespace
 
+import gymnasium as gym
 import psutil
 import pytest
 import torch
@@ -33,6 +34,7 @@ from conftest import (
 )
 from reading import alive, checkpoint, end_of, newest_run, read_metrics, without_clock
 
+import ppo_lstm_puffer as ppo
 import ppo_lstm_puffer_ddp as ddp
 
 DDP = ROOT / "ppo_lstm_puffer_ddp.py"
@@ -203,6 +205,22 @@ def test_draws_of_unequal_ranks_stand_for_all_segments():
 
 
 # Runs.
+
+
+@pytest.mark.parametrize("script", [ppo, ddp])
+def test_a_feature_that_never_changes_is_zero_however_large_it_is(script, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda _: None)
+    agent = ppo.Agent(
+        gym.spaces.Box(-1e9, 1e9, (3,)),
+        gym.spaces.Discrete(2),
+        ppo.Args(norm_obs=True, precision="float32"),
+    )
+    x = torch.tensor([10000.3, 101325.0, -0.7]).expand(9999, 3)
+    for _ in range(3):
+        script.observe(agent.observation_norm[0], x)
+    norm = agent.observation_norm[0]
+    by_definition = (x[:1] - norm.running_mean) / (norm.running_var + norm.eps).sqrt()
+    assert agent.flatten(x[:1]).abs().max() < 0.05 and by_definition.abs().max() < 0.05
 
 
 def test_norm_obs_leaves_images_as_they_are(tmp_path):

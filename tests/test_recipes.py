@@ -246,9 +246,11 @@ def test_ratio_is_one_in_a_first_update_and_after_a_resume(names, flags, fork, t
 
 
 @pytest.mark.parametrize("other", ["gru", "mingru"])
-@pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("order", ["forwards", "backwards", "core first"])
 def test_all_recipes_with_one_core_apply_one_after_the_other(order, other, fork):
-    names = [name for name in NAMES if name != other][::order]
+    names = [name for name in NAMES if name != other][:: -1 if order == "backwards" else 1]
+    if order == "core first":
+        names.sort(key=lambda name: "gru" not in name)
     text = pathlib.Path(fork(*names).__file__).read_text().splitlines()
     for name in names:
         lines = (ROOT / "recipes" / f"{name}.patch").read_text().splitlines()[6:]
