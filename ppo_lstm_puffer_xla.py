@@ -377,6 +377,8 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
 
 
 LOSSES = ["grad_norm", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
+
+
 # ALGO LOGIC: Muon ---------------------------------------------------------------------------------
 
 

@@ -267,6 +267,8 @@ def iqm_table(programs: list[str], scores: dict, bounds: dict, one: str) -> str:
             pairs = zip(some, bounds.values())
             some = [(own[:runs] - low) / (high - low) for own, (low, high) in pairs]
             rows.append([label(name), number(iqm(*some)), interval(iqm, *some), str(runs)])
+    if not rows:  # no program was run on all of them
+        return ""
     head = ["", "interquartile mean", "95 % interval", "runs per environment"]
     return f"""The interquartile mean over all environments and runs, with a stratified bootstrap \
 interval (Agarwal et al. 2021).

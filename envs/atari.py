@@ -4,8 +4,8 @@
     python ppo_lstm_puffer.py --config configs/atari.yaml
     python tools/play.py latest --env.episodic_life false    # whole games
 
---env.game Breakout is another. episodic_return is of a life, env/episode/r of a whole game. Frames are not
-stacked: the LSTM has seen those before.
+--env.game Breakout is another. episodic_return is of a life, env/episode/r of a whole game. Frames
+are not stacked: the LSTM has seen those before.
 """
 
 import ale_py  # noqa: F401  registers ALE/...

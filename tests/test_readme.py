@@ -41,7 +41,7 @@ STANDS_FOR = {
     "my_module:MyEnv-v0": "envs.probes:CueRecall-v0",
     "my_package.my_game": "parallel_game",
 }
-# Of gcloud and pip, in the text.
+# Of gcloud, pip and tensorboard, in the text.
 FOREIGN_FLAGS = {
     "--worker",
     "--command",
