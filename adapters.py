@@ -35,7 +35,9 @@ OCEAN = sorted(set(OCEAN) - set(BROKEN))
 
 
 def note(text: str):
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line for people. Who reads it may be gone: training goes on."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 # Observations -------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Args:
     metric: str = "env/score"  # any key of metrics.jsonl (Gymnasium: episodic_return)
     direction: Literal["maximize", "minimize"] = "maximize"  # of the metric
     num_trials: int = 60  # in the study, those before a restart and on other machines included
-    timeout: float = math.inf  # start no trial after so many seconds
+    timeout: float = math.inf  # after so many seconds only fresh seeds of the best start
     max_cost_seconds: float = 300.0  # of training in a trial: the script's --time-limit
     workers: int = 1  # trials at once; cores and GPUs are divided among them
     confirm_seeds: int = 3  # fresh seeds for the three best at the end: the best mean wins
@@ -163,7 +163,7 @@ def parse_parameter(key: str, entry: Any) -> Parameter:
 # A TRIAL: a run of the script, watched through its metrics.jsonl ----------------------------------
 
 MILESTONES = 20  # costs, evenly spaced up to the largest, at which trials are compared for pruning
-GRACE = 20.0  # seconds between SIGTERM, which torchrun passes on to its ranks, and SIGKILL
+GRACE = 40.0  # seconds between SIGTERM and SIGKILL; torchrun kills its ranks after 30
 
 
 class RunFailed(Exception):

@@ -112,6 +112,20 @@ def test_text_is_left_out_and_said_so_once(capfd):
     assert capfd.readouterr().err.count("is text, and left out") == 2
 
 
+def test_remark_that_cannot_be_written_is_no_error(monkeypatch):
+    full = open("/dev/full", "w")
+    monkeypatch.setattr(sys, "stderr", full)
+    adapted(space=Dict(a=UNIT, b=gym.spaces.Text(9)))
+    with contextlib.suppress(OSError):
+        full.close()
+
+
+def test_an_image_in_a_dictionary_is_said_to_be_flattened(capfd):
+    space = Dict(screen=Box(0, 255, (64, 64, 3), np.uint8), health=UNIT)
+    assert adapted(space=space).single_observation_space.shape == (64 * 64 * 3 + 1,)
+    assert "screen is an image, and flattened" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("spaces", "named"),
     [
@@ -455,6 +469,30 @@ def test_a_module_of_the_current_folder_is_found(folder):
     pathlib.Path("broken_game.py").write_text("import no_such_package")
     with pytest.raises(ModuleNotFoundError):  # with its traceback
         adapters.make("broken_game:Here-v0", {}, 2, 0, 1)
+    pathlib.Path("slip.py").write_text("""
+import gymnasium
+def make():
+    return {}["slip"]
+gymnasium.register("Slip-v0", make)
+""")
+    with pytest.raises(KeyError) as caught:
+        adapters.make("slip:Slip-v0", {}, 2, 0, 1)
+    assert caught.traceback[-1].path.name == "slip.py"
+
+
+def test_every_environment_is_made_once_and_reset_once_with_its_seed():
+    seeds = []
+
+    class Counted(Scripted):
+        def reset(self, seed=None, options=None):
+            seeds.append(seed)
+            return super().reset()
+
+    made = []
+    envs = adapters.GymnasiumEnvs(lambda: made.append(Counted()) or made[-1], 4, seed=3)
+    envs.reset(3)
+    step(envs)
+    assert len(made) == 4 and len(set(seeds)) == len(seeds) == 4 and None not in seeds
 
 
 def test_arguments_reach_the_environment_or_are_refused(monkeypatch):

@@ -1,5 +1,6 @@
 """What pufferlib.patch does to PufferLib, with real worker processes and tiny environments."""
 
+import ast
 import ctypes
 import hashlib
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pufferlib.ocean.environment as ocean
 import pufferlib.vector
 import pytest
+from conftest import ROOT
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from pufferlib.vector import env_seed
 
@@ -179,7 +181,10 @@ def numbers_of(name, seed):
 def test_oceans_environments_depend_on_the_seed_and_on_nothing_else():
     first = {name: numbers_of(name, 1) for name in OCEAN.split()}
     time.sleep(1.1)  # five of them took their seed from the clock
-    assert {name: numbers_of(name, 1) for name in OCEAN.split()} == first
+    again = "from test_pufferlib import *; print({n: numbers_of(n, 1) for n in OCEAN.split()})"
+    words = [sys.executable, "-c", again]  # another process: other addresses, other memory
+    printed = subprocess.check_output(words, cwd=ROOT / "tests", text=True)
+    assert ast.literal_eval(printed.splitlines()[-1]) == first
     other = {name: numbers_of(name, 2) for name in OCEAN.split()}
     assert [name for name in first if first[name] == other[name]] == []
 

@@ -435,6 +435,22 @@ def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
     assert {trial.params["x"] for trial in trials[:2]} <= {trial.params["x"] for trial in done}
 
 
+def test_a_trial_may_be_of_several_ranks_and_none_outlives_the_sweep(tmp_path):
+    (tmp_path / "space.yaml").write_text("gamma: [0.9, 0.99]")
+    torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"
+    words = [sys.executable, str(ROOT / "protein_sweep.py"), "--space", "space.yaml"]
+    words += ["--script", str(ROOT / "ppo_lstm_puffer_ddp.py")]
+    words += ["--launcher", f"{torchrun} --local-addr 127.0.0.1", "--", *SMALL]
+    words += ["--total-timesteps", "1000000000"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment())
+    runs = "sweeps/*/trials/0000/*/metrics.jsonl"
+    wait_until(lambda: any(path.read_text() for path in tmp_path.glob(runs)))
+    (rank,) = [one for one in processes_in(tmp_path) if one.environ().get("RANK") == "1"]
+    rank.suspend()  # it hears nothing: torchrun kills it after 30 s
+    process.send_signal(signal.SIGINT)
+    assert process.wait(90) == 130 and not processes_in(tmp_path)
+
+
 def test_a_sweep_that_was_killed_takes_its_trials_with_it_and_a_later_one_runs_them(toy):
     process = start_endless(toy)
     trainers = [one for one in processes_in(toy) if "--output-dir=" in " ".join(one.cmdline())]
