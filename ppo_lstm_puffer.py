@@ -276,12 +276,12 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
     rho = ratio.clamp(max=args.vtrace_rho_clip)
     trace = args.gae_lambda * discount * ratio.clamp(max=args.vtrace_c_clip) * valid
     delta = rho * (rewards + discount * values[1:] - values[:-1]) * valid
-    advantages = torch.empty_like(delta)
     advantage = torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        advantage = delta[t] + trace[t] * advantage
-        advantages[t] = advantage
-    return advantages
+    advantages = []  # the last first
+    for delta_t, trace_t in zip(delta.unbind()[::-1], trace.unbind()[::-1]):
+        advantage = delta_t + trace_t * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1])
 
 
 def sample_segments(advantages, uniform, k, alpha, beta):
@@ -625,7 +625,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     if size > 5e8:
         say(f"a batch of observations takes {size / 1e9:.1f} GB (--num-envs x --num-steps)")
     if args.compile:
-        say("compiling: half a minute at the first start, later some seconds")
+        say("compiling: up to a minute at the first start, later some seconds")
         warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
         try:
             adapters.write_libraries_whole()  # a start that is killed must not break the next

@@ -287,12 +287,12 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
     rho = ratio.clamp(max=args.vtrace_rho_clip)
     trace = args.gae_lambda * discount * ratio.clamp(max=args.vtrace_c_clip) * valid
     delta = rho * (rewards + discount * values[1:] - values[:-1]) * valid
-    advantages = torch.empty_like(delta)
     advantage = torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        advantage = delta[t] + trace[t] * advantage
-        advantages[t] = advantage
-    return advantages
+    advantages = []  # the last first
+    for delta_t, trace_t in zip(delta.unbind()[::-1], trace.unbind()[::-1]):
+        advantage = delta_t + trace_t * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1])
 
 
 def sample_segments(advantages, uniform, k, alpha, beta):

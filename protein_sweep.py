@@ -93,7 +93,7 @@ SPACE = """
 #   log_normal     evenly in the logarithm (whole numbers if min and max are)
 #   logit_normal   evenly in the logarithm of 1 - x: 0.9 to 0.99 is as far as 0.99 to 0.999
 total_timesteps: {distribution: log_normal, min: 1_000_000, max: 60_000_000}
-# Each new combination of these sizes compiles, for half a minute that is no cost.
+# Each new combination of these sizes compiles, for up to a minute that is no cost.
 # A minibatch is never larger than num_envs * num_steps.
 num_envs: {distribution: uniform_pow2, min: 256, max: 1024}
 num_steps: {distribution: uniform_pow2, min: 16, max: 64}

@@ -73,7 +73,9 @@ def refused(tmp_path, monkeypatch, capfd):
         ("--gama 0.9", "--gama --gamma"),
         ("--device tpu", "--device tpu cpu cuda"),
         ("--device cuda", "--device cuda cpu"),
+        ("--optimizer adam --momentum 1", "--momentum 1 0.999"),
         ("--resume latest", "--resume latest"),
+        ("--resume run/trainer_000008.pt", "--resume run/trainer_000008.pt folder"),
         ("--config nowhere.yaml", "--config nowhere.yaml"),
         ("--output-dir /sys", "--output-dir /sys"),  # where nobody may write
     ],

@@ -343,6 +343,7 @@ def test_foreign_weights_are_refused(refused, tmp_path, name, suffix):
         (play, "RUN --gif game.gif", "--gif game.gif cartpole xvfb-run --render"),
         (play, "RUN --render", "--render display xvfb-run"),
         (watch, "", "latest config.yaml runs"),
+        (watch, "RUN --svg no/such/folder.svg", "--svg no/such/folder.svg"),
         (export, "RUN --out policy.zip", "--out policy.zip .bin .onnx .pt"),
         (export, "RUN --out no/such/folder.bin", "--out no/such/folder.bin"),
         (repeat, ".", "no logged row"),
