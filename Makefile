@@ -13,7 +13,7 @@ NPROC ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | wc -l)),2)
 # torch_xla's last release needs this torch, in a virtual environment of its own.
 VENV_XLA ?= .venv-xla
 TORCH_XLA := 2.9.0
-TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
+TPU := $(wildcard /dev/accel[0-9]* /dev/vfio/[0-9]*)
 
 .PHONY: help setup setup-xla train train-ddp train-xla sweep test test-xla play watch export repeat benchmark benchmark-gpu benchmark-peers report lint clean
 .DEFAULT_GOAL := help

@@ -711,7 +711,7 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     """
     if num_envs % max(num_workers, 1):
         raise APIUsageError(
-            f"--num-envs {num_envs}: must be a multiple of --num-workers {num_workers}"
+            f"--num-envs, {num_envs} of this process: must be a multiple of --num-workers {num_workers}"
         )
     random.seed(seed)  # what an environment draws while it is made; in workers, PufferLib seeds
     np.random.seed(seed)

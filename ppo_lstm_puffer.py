@@ -53,9 +53,9 @@ class Args:
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
-    clip_rewards: bool = True  # to [-1, 1], for learning; reported returns are never clipped
+    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; never in returns
     norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
-    norm_obs: bool = False  # observations to mean 0, deviation 1 (images: never)
+    norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
     learning_rate: float = 0.06  # of --optimizer; with adam, try 0.01
@@ -81,7 +81,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the new LSTM's gates keep from 1 to so many steps
+    chrono_init: int = 1  # for memory: the new LSTM's gates keep for up to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -284,23 +284,24 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
     return torch.stack(advantages[::-1])
 
 
-def sample_segments(advantages, uniform, k, alpha, beta):
-    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha (Schaul et al. 2016).
+def sample_segments(advantages, valid, uniform, k, alpha, beta):
+    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha + 1e-6 (Schaul et al. 2016).
 
     Segments lie in random order on a line, each as long as its probability, and k points at equal
     distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
-    p_i > 1 / k). So with beta = 1 the weights 1 / (N p_i) make a mean over the draw unbiased.
-    advantages (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first point.
-    Returns indices (k) int64 and weights^beta (k) float32.
+    p_i > 1 / k). Weights (1 / (n p_i))^beta n / k, of n with anything valid: at beta 1 a weighted
+    sum is unbiased. uniform (N + 1) in [0, 1): of the order, and the first point. Returns indices
+    (k) int64 and weights (k) float32.
     """
-    N = advantages.shape[1]
-    priorities = advantages.abs().sum(0) ** alpha + 1e-6
+    present = valid.any(0)
+    n = present.sum().clamp_min(1)
+    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12
     p = priorities / priorities.sum()
-    order = uniform[:N].argsort()
+    order = uniform[:-1].argsort()
     line = p[order].double().cumsum(0)
-    points = (torch.arange(k, device=p.device) + uniform[N]) / k
-    index = order[(line <= points[:, None]).sum(1).clamp(max=N - 1)]
-    return index, (1 / (N * p[index])) ** beta
+    points = (torch.arange(k, device=p.device) + uniform[-1]) / k
+    index = order[(line <= points[:, None]).sum(1).clamp(max=len(p) - 1)]
+    return index, (1 / (n * p[index])) ** beta * n / k
 
 
 class Minibatch(NamedTuple):
@@ -308,18 +309,17 @@ class Minibatch(NamedTuple):
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
     values: torch.Tensor  # (T, B), the newest, not the rollout's: value clipping starts from them
-    weight: torch.Tensor  # (T, B), of each step in every term of the loss
+    weight: torch.Tensor  # (T, B), of each step in all terms of the loss; 0 where it was ignored
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
-    Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw. A step's
-    weight is its share of those that count, times the importance weight; 0 where it was ignored.
+    Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw.
     """
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
-    segments, importance = sample_segments(advantages, uniform, k, args.prio_alpha, beta)
+    segments, weight = sample_segments(advantages, valid, uniform, k, args.prio_alpha, beta)
     values = values[:-1, segments]
     returns = advantages[:, segments] + values
     count = valid.sum().clamp_min(1)
@@ -327,7 +327,7 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     if args.norm_adv:
         centered = (advantages - advantages.sum() / count) * valid
         normalized = centered / ((centered**2).sum() / count + 1e-16).sqrt()
-    weight = valid[:, segments] * importance * valid.shape[1] / (k * count)
+    weight = valid[:, segments] * weight / count
     return Minibatch(segments, normalized[:, segments], returns, values, weight), advantages
 
 
@@ -928,11 +928,11 @@ class Run(contextlib.AbstractContextManager):
 
 
 def as_words(config: dict[str, Any]) -> list[str]:
-    """A configuration as the words of a command line, where tyro checks them."""
+    """A configuration, but for a sister's device, as words, which tyro checks."""
     words = []
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
-        if value is None or name in ("auto", *config.get("auto", [])):
+        if value in (None, "tpu") or name in ("auto", *config.get("auto", [])):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))

@@ -67,9 +67,9 @@ class Args:
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
-    clip_rewards: bool = True  # to [-1, 1], for learning; reported returns are never clipped
+    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; never in returns
     norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
-    norm_obs: bool = False  # observations to mean 0, deviation 1 (images: never)
+    norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
     learning_rate: float = 0.06  # of --optimizer; with adam, try 0.01
@@ -95,7 +95,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the new LSTM's gates keep from 1 to so many steps
+    chrono_init: int = 1  # for memory: the new LSTM's gates keep for up to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -298,23 +298,24 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
     return torch.stack(advantages[::-1])
 
 
-def sample_segments(advantages, uniform, k, alpha, beta):
-    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha (Schaul et al. 2016).
+def sample_segments(advantages, valid, uniform, k, alpha, beta):
+    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha + 1e-6 (Schaul et al. 2016).
 
     Segments lie in random order on a line, each as long as its probability, and k points at equal
     distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
-    p_i > 1 / k). So with beta = 1 the weights 1 / (N p_i) make a mean over the draw unbiased.
-    advantages (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first point.
-    Returns indices (k) int64 and weights^beta (k) float32.
+    p_i > 1 / k). Weights (1 / (n p_i))^beta n / k, of n with anything valid: at beta 1 a weighted
+    sum is unbiased. uniform (N + 1) in [0, 1): of the order, and the first point. Returns indices
+    (k) int64 and weights (k) float32.
     """
-    N = advantages.shape[1]
-    priorities = advantages.abs().sum(0) ** alpha + 1e-6
+    present = valid.any(0)
+    n = present.sum().clamp_min(1)
+    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12
     p = priorities / priorities.sum()
-    order = uniform[:N].argsort()
+    order = uniform[:-1].argsort()
     line = p[order].double().cumsum(0)
-    points = (torch.arange(k, device=p.device) + uniform[N]) / k
-    index = order[(line <= points[:, None]).sum(1).clamp(max=N - 1)]
-    return index, (1 / (N * p[index])) ** beta
+    points = (torch.arange(k, device=p.device) + uniform[-1]) / k
+    index = order[(line <= points[:, None]).sum(1).clamp(max=len(p) - 1)]
+    return index, (1 / (n * p[index])) ** beta * n / k
 
 
 class Minibatch(NamedTuple):
@@ -322,7 +323,7 @@ class Minibatch(NamedTuple):
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
     values: torch.Tensor  # (T, B), the newest, not the rollout's: value clipping starts from them
-    weight: torch.Tensor  # (T, B), of each step in every term of the loss
+    weight: torch.Tensor  # (T, B), of each step in all terms of the loss; 0 where it was ignored
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
@@ -333,11 +334,10 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps // WORLD_SIZE
-    segments, importance = sample_segments(advantages, uniform, k, args.prio_alpha, beta)
+    segments, weight = sample_segments(advantages, valid, uniform, k, args.prio_alpha, beta)
     returns = advantages + values[:-1]
-    weight = valid[:, segments] * importance * valid.shape[1] / k
     of_segments = [tensor[:, segments] for tensor in (advantages, returns, values[:-1])]
-    share = Minibatch(segments, *of_segments, weight)
+    share = Minibatch(segments, *of_segments, valid[:, segments] * weight)
     x = torch.stack((advantages, returns)).double() * valid  # lest square - mean**2 be noise
     totals = torch.stack((x.sum((1, 2)), (x**2).sum((1, 2))), dim=1)
     return share, torch.cat((valid.sum()[None], totals.flatten()))
@@ -805,7 +805,7 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 
 def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     """Makes the process group. Returns the arguments and the checkpoint, which rank 0 has read."""
-    found = re.findall(r"--dist.timeout[ =]([\d_.e]+)", " ".join(words))
+    found = re.findall(r"--dist.timeout[ =]([\d_.e+]+)", " ".join(words))
     timeout = int(float(found[-1])) if found else Args.dist_timeout
     read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with torchrun's 1 recorded sums hang
@@ -1051,11 +1051,11 @@ class OtherRun(Run):
 
 
 def as_words(config: dict[str, Any]) -> list[str]:
-    """A configuration as the words of a command line, where tyro checks them."""
+    """A configuration, but for a sister's device, as words, which tyro checks."""
     words = []
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
-        if value is None or name in ("auto", *config.get("auto", [])):
+        if value in (None, "tpu") or name in ("auto", *config.get("auto", [])):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))

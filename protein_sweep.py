@@ -14,6 +14,7 @@ hopeless, told to the sampler when it fails. At the end the three best run again
 import ast
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -40,6 +41,7 @@ import tyro
 import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
+from pufferlib import adapters
 
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 warnings.filterwarnings("ignore", message="Clip non-finite")  # the GP, of failures
@@ -50,7 +52,7 @@ class Args:
     script: str = "ppo_lstm_puffer.py"
     """takes --env-id, --seed, --output-dir, --time-limit; writes config.yaml and metrics.jsonl"""
     launcher: str = shlex.quote(sys.executable)  # what starts it: "torchrun ..."
-    env_id: str = "breakout"  # the environment, as the script takes it
+    env_id: str | None = None  # as the script takes it; None: the preset's, or the script's
     space: str | None = None  # a YAML file; None: SPACE in this file, which explains the form
     metric: str = "env/score"  # any key of metrics.jsonl (Gymnasium: episodic_return)
     direction: Literal["maximize", "minimize"] = "maximize"  # of the metric
@@ -240,11 +242,12 @@ class Run:
                     return "pruned"
         self.read()
         code = self.process.returncode
-        tail = self.log.read_text(errors="replace").strip()[-2000:]
-        if code in (2, 126, 127) and not self.latest:  # 126, 127: of env, no such launcher
+        tail = self.log.read_text(errors="replace").strip()[-4000:]
+        refused = code in (2, 126, 127) or re.search(r"exitcode +: 2 ", tail)  # of env; of torchrun
+        if refused and not self.latest:
             raise UsageError(f"the script refused its arguments:\n{tail}")
         if code:
-            crash = f"exit code {code}: " + tail.rpartition("\n")[2]
+            crash = f"exit code {code}: " + tail.rstrip("=\n ").rpartition("\n")[2]
             raise RunFailed(self.latest.get("exit_reason") or crash)
         if not self.points:
             have = ", ".join(sorted(self.latest)) or "nothing"
@@ -436,6 +439,10 @@ class Sweep:
     def worked(self) -> list[FrozenTrial]:
         return [trial for trial in self.counted() if "failure" not in trial.user_attrs]
 
+    def running(self) -> list[FrozenTrial]:
+        """Without parameters its process went before Optuna could see that it was gone."""
+        return [trial for trial in self.study.get_trials(states=RUNNING) if trial.params]
+
     def same_params(self) -> list[list[FrozenTrial]]:
         """Trials, those of the same hyperparameters together, the best first run first."""
         groups = {}
@@ -447,11 +454,12 @@ class Sweep:
     def queue_best_again(self) -> bool:
         """The best, each on as many fresh seeds, once nothing else is left. Whether there is now."""
         self.deadline = math.inf
-        while self.study.get_trials(states=RUNNING) and not self.stopping:
+        while self.running() and not self.stopping:
             optuna.storages.fail_stale_trials(self.study)  # of a machine that is gone
             time.sleep(1)
         with one_at_a_time(self.folder):  # or another process queues them too
-            if not self.study.get_trials(states=RUNNING + WAITING) and not self.stopping:
+            waiting = self.study.get_trials(states=WAITING)
+            if not self.running() and not waiting and not self.stopping:
                 for trials in self.same_params()[:BEST]:
                     for _ in range(1 + self.args.confirm_seeds - len(trials)):
                         self.study.enqueue_trial(trials[0].params, user_attrs={"again": True})
@@ -532,19 +540,21 @@ def script_defaults(path: str) -> dict[str, Any]:
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
     with from_user(f"{flag} {path}"):
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.load(Path(path).read_text(), adapters.Loader)  # 1e-3 is a number
         return {key.replace("-", "_"): value for key, value in content.items()}
 
 
 def prepare(argv: list[str]) -> Sweep:
     """Everything that can be wrong is found here. Raises UsageError."""
     args = tyro.cli(Args, args=argv, description=__doc__)
-    args.fixed = tuple(word for given in args.fixed for word in given.split("=", 1))
+    split = (word.split("=", 1) if word[:2] == "--" else [word] for word in args.fixed)
+    args.fixed = tuple(itertools.chain(*split))
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     content = read_yaml(args.space, "--space") if args.space else yaml.safe_load(SPACE)
     given = {word[2:].replace("-", "_") for word in args.fixed if word.startswith("--")}
+    given |= {name.removeprefix("no_") for name in given}
     taken = sorted((OURS | {"env_id"}) & (given | set(content)))
     if taken:
         raise UsageError(f"{', '.join(taken)}: the sweep gives this itself; leave it out")
@@ -558,6 +568,7 @@ def prepare(argv: list[str]) -> Sweep:
     if "--config" in following:
         first |= read_yaml(following["--config"], "-- --config")
     first |= {f"env.{key}": value for key, value in (first.get("env") or {}).items()}
+    args.env_id = args.env_id or first.get("env_id", "breakout")
     name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{Path(args.script).stem}")
     args.study_name = args.study_name or name
     folder = Path(args.output_dir, args.study_name)

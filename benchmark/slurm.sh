@@ -21,6 +21,6 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c '
     is_host=$([ "$SLURM_NODEID" = 0 ] && echo 1 || echo 0)
     exec .venv/bin/python -m torch.distributed.run \
         --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
-        --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$HEAD:29500" --rdzv-conf=is_host="$is_host" \
+        --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$HEAD:$((20000 + SLURM_JOB_ID % 10000))" --rdzv-conf=is_host="$is_host" \
         ppo_lstm_puffer_ddp.py "$@"
 ' ppo "$@"

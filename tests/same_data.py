@@ -80,18 +80,19 @@ def same_noise(self, steps, agents, device=None):
     return share(noise.exponential_(generator=generator)).transpose(0, 1).to(device)
 
 
-def sample_halves(advantages, _, k, alpha, beta, sample=script.sample_segments):
+def sample_halves(advantages, valid, _, k, alpha, beta, sample=script.sample_segments):
     """Of each half of all segments half of the minibatch; a rank of two has one of them."""
     n = num_envs // 2
     draws = []
     for half in range(2):
         uniform = torch.rand(n + 1, generator=generator).to(advantages.device)
         if WORLD_SIZE == 1:
-            segments = advantages[:, half * n : (half + 1) * n]
-            index, weights = sample(segments, uniform, k // 2, alpha, beta)
+            its = slice(half * n, (half + 1) * n)
+            given = advantages[:, its], valid[:, its], uniform
+            index, weights = sample(*given, k // 2, alpha, beta)
             draws.append((index + half * n, weights))
         elif half == RANK:
-            draws.append(sample(advantages, uniform, k, alpha, beta))
+            draws.append(sample(advantages, valid, uniform, k, alpha, beta))
     return tuple(map(torch.cat, zip(*draws)))
 
 

@@ -187,7 +187,7 @@ def loop_over_cells(cell: nn.LSTMCell, x, h, c, dones):
     return torch.stack(outputs), h, c
 
 
-def test_gates_keep_their_state_for_one_to_chrono_init_steps_at_first():
+def test_gates_keep_their_state_for_up_to_about_chrono_init_steps_at_first():
     for steps in 1, 100:
         _, bias = make_agent(chrono_init=steps).lstm_weights()
         i, f, g, o = bias.sigmoid().chunk(4)
@@ -415,7 +415,8 @@ def sample(advantages, k: int, alpha: float, beta: float, draws: int = 1):
     torch.manual_seed(1)
     uniform = torch.rand(draws, advantages.shape[1] + 1)
     one = functools.partial(ppo.sample_segments, k=k, alpha=alpha, beta=torch.tensor(beta))
-    return torch.vmap(lambda numbers: one(advantages, numbers))(uniform)
+    valid = torch.ones_like(advantages)
+    return torch.vmap(lambda numbers: one(advantages, valid, numbers))(uniform)
 
 
 @pytest.mark.parametrize("k", [1, 4, 9])
@@ -423,7 +424,7 @@ def sample(advantages, k: int, alpha: float, beta: float, draws: int = 1):
 def test_segments_are_drawn_with_their_probabilities_and_weigh_less_for_them(alpha, k):
     draws, weights = sample(ADVANTAGES, k, alpha, 0.7, 4000)
     p = SUMS**alpha / (SUMS**alpha).sum()
-    np.testing.assert_allclose(weights, (1 / (6 * p[draws])) ** 0.7, rtol=1e-4)
+    np.testing.assert_allclose(weights, (1 / (6 * p[draws])) ** 0.7 * 6 / k, rtol=1e-4)
     expected = k * p
     counts = nn.functional.one_hot(draws, 6).sum(1).numpy()
     assert (np.abs(counts - expected) < 1 + 1e-4).all(), "as often as expected, rounded up or down"
@@ -439,7 +440,7 @@ def test_without_alpha_or_advantages_sampling_is_uniform_and_takes_none_twice(nu
     torch.manual_seed(2)
     index, importance = sample(numbers(4, 64), k, alpha, 0.7, 200)
     assert all(len(set(draw)) == k for draw in index.tolist())
-    torch.testing.assert_close(importance, torch.ones(200, k))
+    torch.testing.assert_close(importance, torch.full((200, k), 64 / k))
     assert scipy.stats.chisquare(index.flatten().bincount(minlength=64)).pvalue > 1e-3
 
 
@@ -489,8 +490,22 @@ def test_with_beta_one_policy_value_and_entropy_terms_are_unbiased(valid):
     assert (error < torch.tensor([0.005, 0.02, 0.01])).all(), "so that a bias would be seen"
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.8])
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_weights_sum_to_one_and_agents_that_are_away_are_not_drawn(alpha, beta):
+    args = ppo.Args(minibatch_size=16, num_steps=4, prio_alpha=alpha)
+    valid = torch.ones(4, 16)
+    valid[:, 6:] = 0
+    draw = functools.partial(ppo.draw_minibatch, *batch(valid=valid), beta=beta, args=args)
+    drawn, _ = torch.vmap(draw)(torch.rand(2000, 17))
+    assert drawn.segments.max() < 6
+    assert drawn.weight.sum((1, 2)).mean() == pytest.approx(1, abs=0.02)
+    nobody, _ = ppo.draw_minibatch(*batch(valid=0 * valid), torch.rand(17), beta, args)
+    assert (nobody.weight == 0).all()
+
+
 def test_a_minibatch_has_the_newest_values_returns_and_weights_of_its_segments():
-    args = ppo.Args(gamma=0.0, prio_alpha=0.0, minibatch_size=6, num_steps=2)
+    args = ppo.Args(gamma=0.0, prio_alpha=0.0, minibatch_size=4, num_steps=2)
     rewards = torch.tensor([[1.0, 2.0, 300.0], [3.0, 6.0, -50.0]])
     valid = torch.tensor([[1, 1, 0], [1, 1, 0.0]])
     values = torch.full((3, 3), 0.5)
@@ -498,11 +513,11 @@ def test_a_minibatch_has_the_newest_values_returns_and_weights_of_its_segments()
     minibatch, advantages = ppo.draw_minibatch(*tensors, args)
     order = minibatch.segments.argsort()
     torch.testing.assert_close(advantages, (rewards - 0.5) * valid)
-    torch.testing.assert_close(minibatch.returns[:, order][:, :2], rewards[:, :2])
-    torch.testing.assert_close(minibatch.values, values[:2])
-    torch.testing.assert_close(minibatch.weight[:, order], valid / 4)
+    torch.testing.assert_close(minibatch.returns[:, order], rewards[:, :2])
+    torch.testing.assert_close(minibatch.values, values[:2, :2])
+    torch.testing.assert_close(minibatch.weight[:, order], valid[:, :2] / 4)
     expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / 3.5**0.5
-    torch.testing.assert_close(minibatch.advantages[:, order][:, :2], expected)
+    torch.testing.assert_close(minibatch.advantages[:, order], expected)
 
 
 # I7 is in test_tools.py: PufferLib's Breakout weights are played by tools/play.py.

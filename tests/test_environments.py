@@ -113,7 +113,7 @@ def test_text_is_left_out_and_said_so_once(capfd):
 
 
 def test_remark_that_cannot_be_written_is_no_error(monkeypatch):
-    full = open("/dev/full", "w")
+    full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stderr", full)
     adapted(space=Dict(a=UNIT, b=gym.spaces.Text(9)))
     with contextlib.suppress(OSError):

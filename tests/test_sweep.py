@@ -288,12 +288,26 @@ def test_a_launcher_starts_the_script(toy):
 
 
 def test_a_preset_is_the_first_trial_and_its_values_are_searched(toy):
-    (toy / "preset.yaml").write_text('{"x": 0.25, "total_timesteps": 7}')
+    (toy / "preset.yaml").write_text('{"x": 25e-2, "total_timesteps": 7}')
     finish(toy_command("--num-trials", 2, "--", "--config=preset.yaml"), toy)
     first, second = load(toy).trials
     assert first.params["x"] == 0.25 != second.params["x"]
     best = yaml.safe_load((toy / "sweeps/toy__toy/best.yaml").read_text())
     assert best["total_timesteps"] == 7 and "seed" not in best
+
+
+def test_what_stands_after_the_dashes_is_fixed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("space.yaml").write_text("norm_adv: [true, false]\ngamma: [0.9, 1e-1]")
+    pathlib.Path("preset.yaml").write_text("env_id: pong")
+    words = ["--script", str(SCRIPT), "--space", "space.yaml", "--", "--config=preset.yaml"]
+    sweep = protein_sweep.prepare([*words, "--no-norm-adv", "--env.query", "a=b"])
+    assert [(one.argument, one.distribution.choices) for one in sweep.space] == [
+        ("gamma", (0.9, 0.1))
+    ]
+    assert sweep.args.env_id == "pong"
+    fixed = "--config preset.yaml --no-norm-adv --env.query a=b"
+    assert sweep.args.fixed == tuple(fixed.split())
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])

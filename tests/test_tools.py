@@ -376,3 +376,8 @@ def test_run_repeats_to_the_bit_and_a_changed_one_does_not(run, call, tmp_path):
     (changed / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     code, out, _ = call(repeat, changed)
     assert code == 1 and "3 of 8 rows" in out and "different at step 1024: losses/entropy" in out
+    ended = shutil.copytree(run, tmp_path / "ended")
+    rows = [*rows[:2], rows[2] | {"step": 700}, {"step": 700, "exit_reason": "sigint"}]
+    (ended / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, out, _ = call(repeat, ended)
+    assert code == 0 and "2 of 2 rows are the same to the bit" in out

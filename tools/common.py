@@ -172,8 +172,8 @@ def load_weights(agent, path: pathlib.Path):
         fail(f"{path}: not a file of weights, or a damaged one")
     own = agent.state_dict()
     for name in list(state):
-        if name.startswith("cell.") and name not in own:
-            del state[name]  # PufferLib's second name for the LSTM's
+        if name.startswith(("cell.", "return_norm.")) and name not in own:
+            del state[name]  # PufferLib's second name for the LSTM's; only for training
     try:
         agent.load_state_dict(state)
     except Exception as error:

@@ -9,7 +9,7 @@
 RUN comes first. Flags that are not listed go to the training script: --seed, --num-envs,
 --env.KEY VALUE, --device, --precision. A run is played by its own copy of the script, which is
 executed: name another one with --script if you do not trust it. No environment of training is
-played in.
+played in. `env` in the JSON is what environments log, also of games beyond --episodes.
 """
 
 import contextlib

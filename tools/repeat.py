@@ -54,6 +54,8 @@ def repeat(options: Options) -> int:
     folder = find_run(options.run, options.output_dir, "metrics.jsonl")
     scripts = list(folder.glob("*.py"))
     rows = rows_of(folder)
+    if rows and read_rows(folder)[-1].get("exit_reason", "completed") != "completed":
+        rows.pop()  # logged where it was ended: one that goes on has no such row
     if not scripts or not rows:
         what = "logged row" if scripts else "copy of the script"
         fail(f"{folder}: no {what} here, so nothing to repeat")
