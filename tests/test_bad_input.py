@@ -92,6 +92,10 @@ def test_numbers_may_be_written_as_people_write_them():
     assert (args.total_timesteps, args.minibatch_size, args.seed) == (10**6, 2048, 2**64)
 
 
+def test_the_device_of_a_run_of_a_sister_is_not_taken():
+    assert ppo.as_words({"device": "tpu", "seed": 2, "auto": []}) == ["--seed", "2"]
+
+
 # Checkpoints.
 
 

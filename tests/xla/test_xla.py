@@ -325,6 +325,7 @@ def test_profile_is_a_trace_of_the_run(tmp_path):
     [
         (["--device", "tpu"], "--device tpu: there is none here; use --device cpu"),
         (["--num-envs", "18", "--minibatch-size", "128"], "--num-envs 18: "),
+        (["--minibatch-size", "96"], "--minibatch-size: its 6 segments"),
     ],
 )
 def test_wrong_argument_is_one_line(tmp_path, arguments, says):
