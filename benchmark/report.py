@@ -204,7 +204,7 @@ def learning_section(cells: list[dict]) -> str:
         measures = {
             "score at the end": last_score,
             "million steps": lambda cell: cell["curve"]["step"][-1] / 1e6,
-            "score with its most likely actions, 128 games": played_score,
+            "return with its most likely actions, 128 games": played_score,
             "seconds from the command to its end": lambda cell: cell["wall_seconds"],
         }
         if solved := max(cell.get("solved") or 0 for cell in runs):
