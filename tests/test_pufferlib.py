@@ -14,7 +14,7 @@ import numpy as np
 import pufferlib.ocean.environment as ocean
 import pufferlib.vector
 import pytest
-from conftest import ROOT
+from conftest import environment
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from pufferlib.vector import env_seed
 
@@ -183,7 +183,7 @@ def test_oceans_environments_depend_on_the_seed_and_on_nothing_else():
     time.sleep(1.1)  # five of them took their seed from the clock
     again = "from test_pufferlib import *; print({n: numbers_of(n, 1) for n in OCEAN.split()})"
     words = [sys.executable, "-c", again]  # another process: other addresses, other memory
-    printed = subprocess.check_output(words, cwd=ROOT / "tests", text=True)
+    printed = subprocess.check_output(words, env=environment(), text=True)
     assert ast.literal_eval(printed.splitlines()[-1]) == first
     other = {name: numbers_of(name, 2) for name in OCEAN.split()}
     assert [name for name in first if first[name] == other[name]] == []
