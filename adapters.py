@@ -34,10 +34,13 @@ OCEAN = [name for name, value in ocean.MAKE_FUNCTIONS.items() if isinstance(valu
 OCEAN = sorted(set(OCEAN) - set(BROKEN))
 
 
-def note(text: str):
-    """Prints a line for people. Who reads it may be gone: training goes on."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+def say(text: str, file=None):
+    """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
+    file = file or sys.stderr
+    try:
+        print(text, file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 # Observations -------------------------------------------------------------------------------------
@@ -305,7 +308,7 @@ def refusals():
     except APIUsageError as error:
         if not pufferlib.vector.in_worker:
             raise
-        note(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(1)
 
 
@@ -333,7 +336,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.over = [True] * num_envs  # the next step is a reset
         self.steps = 0
         try:
-            observed, acted = self.flat_spaces(note if buf is None else self.said_already)
+            observed, acted = self.flat_spaces(say if buf is None else self.said_already)
             self.single_observation_space, self.write, self.columns = observed
             self.single_action_space, self.own_actions = acted
             self.num_agents = num_envs * len(self.agents)
@@ -561,7 +564,7 @@ class PettingZooEnvs(AdaptedEnvs):
                     continue
                 self.truncations[row] = True
                 if not self.warned:
-                    note(f"warning: agent {agent} is gone, and its episode was not said to end")
+                    say(f"warning: agent {agent} is gone, and its episode was not said to end")
                     self.warned = True
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
@@ -755,7 +758,7 @@ def lock(file):
     except BlockingIOError:
         raise
     except OSError as error:  # some file systems of clusters have no locks
-        note(f"warning: {file.name}: {error}; nobody stops a second process that writes it")
+        say(f"warning: {file.name}: {error}; nobody stops a second process that writes it")
 
 
 def keep_freed_memory():

@@ -290,12 +290,12 @@ def sample_segments(advantages, valid, uniform, k, alpha, beta):
     Segments lie in random order on a line, each as long as its probability, and k points at equal
     distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
     p_i > 1 / k). Weights (1 / (n p_i))^beta n / k, of n with anything valid: at beta 1 a weighted
-    sum is unbiased. uniform (N + 1) in [0, 1): of the order, and the first point. Returns indices
-    (k) int64 and weights (k) float32.
+    sum is unbiased. advantages, valid (T, N); uniform (N + 1) in [0, 1): N for the order, one for
+    the first point. Returns indices (k) int64 and weights (k) float32.
     """
     present = valid.any(0)
     n = present.sum().clamp_min(1)
-    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12
+    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12  # if nobody is
     p = priorities / priorities.sum()
     order = uniform[:-1].argsort()
     line = p[order].double().cumsum(0)
@@ -589,11 +589,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
 def say(text: str, file=None):
     """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
-    file = file or sys.stderr
-    try:
-        print(text, file=file, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+    adapters.say(text, file)
 
 
 def fail(message: str):
@@ -932,7 +928,9 @@ def as_words(config: dict[str, Any]) -> list[str]:
     words = []
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
-        if value in (None, "tpu") or name in ("auto", *config.get("auto", [])):
+        if value is None or name in ("auto", *config.get("auto", [])):
+            continue
+        if (name, value) == ("device", "tpu"):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))

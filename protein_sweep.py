@@ -552,7 +552,7 @@ def prepare(argv: list[str]) -> Sweep:
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    content = read_yaml(args.space, "--space") if args.space else yaml.safe_load(SPACE)
+    content = read_yaml(args.space, "--space") if args.space else yaml.load(SPACE, adapters.Loader)
     given = {word[2:].replace("-", "_") for word in args.fixed if word.startswith("--")}
     given |= {name.removeprefix("no_") for name in given}
     taken = sorted((OURS | {"env_id"}) & (given | set(content)))

@@ -99,7 +99,7 @@ def best_score(cell: dict, window: int = 50_000) -> float:
     return float(max(means, default=-math.inf))
 
 
-def played_score(cell: dict) -> float | None:
+def played_return(cell: dict) -> float | None:
     """The mean of its games with the most likely actions, if they were played."""
     return cell["played"]["episodic_return"]["mean"] if "played" in cell else None
 
@@ -204,7 +204,7 @@ def learning_section(cells: list[dict]) -> str:
         measures = {
             "score at the end": last_score,
             "million steps": lambda cell: cell["curve"]["step"][-1] / 1e6,
-            "return with its most likely actions, 128 games": played_score,
+            "return with its most likely actions, 128 games": played_return,
             "seconds from the command to its end": lambda cell: cell["wall_seconds"],
         }
         if solved := max(cell.get("solved") or 0 for cell in runs):
@@ -281,7 +281,7 @@ def task_scores(cells: list[dict], published: dict) -> tuple[dict, dict]:
     """Of each environment, of each program and of who published: the scores of the runs, after
     training where the plan says of how many games, otherwise the best while training. And of each
     environment the bounds: the untrained score, and the highest of these means."""
-    score = played_score if cells[0].get("games") else best_score
+    score = played_return if cells[0].get("games") else best_score
     programs = dict.fromkeys(cell["name"] for cell in cells)
     others = dict.fromkeys(key for row in published.values() for key in row)
     scores = {}

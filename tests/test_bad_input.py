@@ -93,7 +93,8 @@ def test_numbers_may_be_written_as_people_write_them():
 
 
 def test_the_device_of_a_run_of_a_sister_is_not_taken():
-    assert ppo.as_words({"device": "tpu", "seed": 2, "auto": []}) == ["--seed", "2"]
+    words = ["--seed", "2", "--exp-name", "tpu"]
+    assert ppo.as_words({"device": "tpu", "seed": 2, "exp_name": "tpu", "auto": []}) == words
 
 
 # Checkpoints.
