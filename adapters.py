@@ -7,15 +7,18 @@ observation is seen, and a truncated episode can be bootstrapped from it.
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import importlib
 import inspect
 import json
+import math
 import os
 import random
 import re
 import shlex
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -38,7 +41,7 @@ def say(text: str, file=None):
     """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
     file = file or sys.stderr
     try:
-        print(text, file=file, flush=True)
+        print(re.sub(r"\s*\n\s*", " ", text), file=file, flush=True)  # an array in it has several
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
@@ -59,6 +62,13 @@ def is_pixels(space: gym.Space) -> bool:
 def is_text(space: gym.Space) -> bool:
     """Text, or another space of strings, as MiniGrid's MissionSpace."""
     return space.dtype is not None and np.dtype(space.dtype).kind == "U"
+
+
+def is_rounded(space: gym.Space) -> bool:
+    """Whole numbers of which float32 has not all."""
+    if not isinstance(space, Box) or space.dtype.kind not in "iu" or space.low.size == 0:
+        return False
+    return max(-int(space.low.min()), int(space.high.max())) > 2**24
 
 
 def leaves(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, gym.Space]]:
@@ -108,7 +118,10 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
     if isinstance(space, MultiBinary):
 
         def write(row: np.ndarray, observation):
-            row[:] = as_shape(observation, space.shape).ravel()
+            given = as_shape(observation, space.shape).ravel()
+            if ((given != 0) & (given != 1)).any():
+                raise ValueError(f"it is {observation}, and should be in {space}")
+            row[:] = given
 
         return int(np.prod(space.shape)), write
     if isinstance(space, Discrete):
@@ -144,6 +157,7 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
 
 
 MOST = 10**7  # numbers of a vector, and choices of an action
+ROUNDED = "observation: whole numbers beyond 16777216 are rounded to float32"
 
 
 def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable, dict]:
@@ -161,6 +175,8 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
             seen = Box(-np.inf, np.inf, space.shape, np.float32)
             if len(space.shape) > 1 and sorted(space.shape)[-2] >= 36:
                 remark(f"observation: no image but numbers, {space.dtype} of shape {space.shape}")
+            if is_rounded(space):
+                remark(ROUNDED)
 
         def write(row: np.ndarray, observation):
             array = as_shape(observation, space.shape)
@@ -179,6 +195,8 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
             continue
         if is_pixels(part):
             remark(f"observation: {name} is an image, and flattened; see recipes/dict_image.patch")
+        if is_rounded(part):
+            remark(f"{ROUNDED}: {name}")
         width, write_part = vector_writer(part)
         columns[name] = slice(size, size + width), part
         writers.append((path, columns[name][0], write_part))
@@ -267,7 +285,7 @@ def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, fl
         if isinstance(value, Mapping):
             yield from numbers_in(value, f"{prefix}{key}/")
             continue
-        if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        if hasattr(value, "item") and math.prod(np.shape(value)) == 1:  # an array, a tensor
             value = value.item()
         if isinstance(value, bool | int | float) and abs(value) < sys.float_info.max:
             yield f"{prefix}{key}", float(value)  # not NaN: the mean is of those that have it
@@ -294,17 +312,34 @@ def begin(env, seed: dict) -> tuple:
     try:
         return parts(env.reset(**seed), *RESET)
     except TypeError as error:
-        if "reset() got an unexpected keyword argument 'seed'" in str(error):
-            text = "its reset takes no seed; it should be reset(self, seed=None, options=None)"
+        if "reset() got an unexpected keyword argument" in str(error):
+            text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
 
 
+GYMNASIUMS = ("gymnasium.core", "gymnasium.wrappers.", "gymnasium.envs.registration")
+
+
+def gymnasium_raised(error: Exception) -> bool:
+    """Whether it did, of what an environment is or returned: no line of the environment's failed."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals["__name__"] for frame, _ in frames]
+    ours = all(name.startswith(("pufferlib.", *GYMNASIUMS)) for name in modules)
+    return ours and modules[-1].startswith(GYMNASIUMS) and error.__cause__ is None
+
+
 @contextlib.contextmanager
 def refusals():
-    """In a worker process, what is wrong with an environment is a line, and not a traceback."""
+    """What is wrong with an environment is a line, and not a traceback; a worker says it itself."""
     try:
-        yield
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if not gymnasium_raised(error):
+                raise
+            text = f"{error}; its {RESET[0]} should return {RESET[1]}, its {STEP[0]} {STEP[1]}"
+            raise APIUsageError(text) from error
     except APIUsageError as error:
         if not pufferlib.vector.in_worker:
             raise
@@ -487,13 +522,13 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent. self.agents become those that are possible in env."""
-        self.agents = list(getattr(env, "possible_agents", ()))
+        self.agents = list(getattr(env, "possible_agents", None) or ())
         if not self.agents:
             raise APIUsageError("it has no possible_agents")
         first = self.agents[0]
         pads = {"observation_space": "pad_observations_v0", "action_space": "pad_action_space_v0"}
         for name, pad in pads.items():
-            space_of = getattr(env, name)
+            space_of = getattr(env, name, None)
             if not callable(space_of):
                 raise APIUsageError(f"its {name} should be a method: the space of an agent")
             for agent in self.agents:
@@ -538,7 +573,7 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def reset_one(self, i: int, **seed):
         observations, _ = begin(self.envs[i], seed)
-        if not self.envs[i].agents:
+        if len(self.envs[i].agents) == 0:
             raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
         self.show(i, observations, self.envs[i].agents)
         self.over[i] = False
@@ -626,11 +661,18 @@ def module_of(name: str):
         raise
 
 
+def parameters_of(function: Callable) -> Mapping | None:
+    """By name; None for what has no signature, as some of what is compiled."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tuple = ()):
     """Of the environment: those of its function, some that gym.make takes, some that are ours."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # of what is compiled
+    parameters = parameters_of(function)
+    if parameters is None:
         return
     for name, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -644,6 +686,9 @@ def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tu
             raise APIUsageError(
                 f"--env.{key}: an unexpected keyword argument; there are {', '.join(known)}"
             )
+
+
+OF_MAKE = ("max_episode_steps", "disable_env_checker")  # arguments of gym.make
 
 
 def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
@@ -673,13 +718,17 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         function = getattr(module_of(module), name, None)
         if function is None:
             raise APIUsageError(f"its entry_point {spec.entry_point} is not there")
-    if function is not None:
-        more = ("max_episode_steps", "disable_env_checker")
-        check_arguments({**spec.kwargs, **kwargs}, function, (*more, *spec.kwargs))
     steps = kwargs.get("max_episode_steps")
     if isinstance(steps, float) and steps.is_integer():  # 1e3
         kwargs = {**kwargs, "max_episode_steps": int(steps)}
-    return partial(gym.make, gym_id, **{"disable_env_checker": True, **kwargs})
+    of_make = {"disable_env_checker": True, **kwargs}
+    own = {key: of_make.pop(key) for key in kwargs if key not in OF_MAKE}
+    if function is not None:
+        check_arguments({**spec.kwargs, **kwargs}, function, (*OF_MAKE, *spec.kwargs))
+        if steps is not None and "max_episode_steps" in (parameters_of(function) or ()):
+            own["max_episode_steps"] = kwargs["max_episode_steps"]  # both: it ends by either
+    spec = dataclasses.replace(spec, kwargs={**spec.kwargs, **own})
+    return partial(gym.make, spec, **of_make)
 
 
 def environment_maker(env_id: str, kwargs: dict) -> Callable:
@@ -692,7 +741,7 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
         maker = ocean.env_creator(f"puffer_{name}")
         check_arguments(kwargs, maker, less=("num_envs", "buf", "seed"))
         return partial(maker, **kwargs)
-    sys.path.append(os.getcwd())  # one's own modules
+    sys.path.insert(0, os.getcwd())  # one's own modules, before others of their names
     module, _, gym_id = env_id.rpartition(":")
     if module and module_of(module) is None:
         raise APIUsageError(f"there is no module {module}, neither installed nor in this folder")
@@ -725,8 +774,8 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     except TypeError as error:
         if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
             raise APIUsageError(f"--env: {error}") from error
-        if "must inherit from" in str(error):
-            raise APIUsageError(f"{error}") from error
+        if gymnasium_raised(error):  # it is no gymnasium.Env
+            raise APIUsageError(str(error)) from error
         raise
 
 

@@ -1,13 +1,13 @@
 """PPO with an LSTM on PufferLib's C environments: one file, one process, CPU or one GPU.
 
     python ppo_lstm_puffer.py --env-id breakout                  # train; a run is a folder in runs/
-    python ppo_lstm_puffer.py --env-id CartPole-v1               # any Gymnasium id, module:Name-v0
+    python ppo_lstm_puffer.py --config configs/gymnasium.yaml --env-id CartPole-v1  # Gymnasium's
     python ppo_lstm_puffer.py --config runs/<run>/config.yaml    # repeat a run; flags win
     python ppo_lstm_puffer.py --resume latest                    # go on after a crash or Ctrl-C
     python tools/play.py latest                                  # play; tools/watch.py: dashboard
 
 This is PufferLib's PuffeRL (PPO + LSTM, V-trace, prioritized segments, Muon), the LSTM reset where
-an episode ends and carried from segment to segment. docs/algorithm.md has all differences.
+an episode ends and carried from segment to segment. docs/algorithm.md lists the differences.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Args:
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
-    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; never in returns
+    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logged as they were
     norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
     norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
     # Algorithm
@@ -86,7 +86,7 @@ class Args:
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
     # Run
-    time_limit: float = math.inf  # stop after so many seconds of training from this start
+    time_limit: float = math.inf  # stop after so many seconds of training; schedules do not follow
     log_interval: int = 10  # iterations between two log lines
     checkpoint_interval: int = 100  # iterations between two checkpoints
     config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags win
@@ -135,7 +135,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, the first of it in float32
+        self.policy.encoder = nn.Sequential(*layers)  # of numbers: the first layer in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -171,9 +171,9 @@ class Agent(nn.Module):
         """Observations (T, N, *obs) of any dtype to features (T, N, F) in the compute dtype."""
         x = self.flatten(observations.flatten(0, 1))
         layers = self.policy.encoder
-        if not self.image:  # in float32: bfloat16 takes 1000 for 1001, but has the digits of bytes
+        if not self.image:  # the first layer in float32: in bfloat16's 8 bits 1001 is 1000
             x = layers[0](x)
-            layers = layers[1:]
+            layers = layers[1:]  # the GELU; only convolutions have more weights
         # Cast by hand: with torch.autocast inside, functions are compiled anew in every process.
         weights = {name: weight.to(self.dtype) for name, weight in layers.named_parameters()}
         x = torch.func.functional_call(layers, weights, x.to(self.dtype))
@@ -285,17 +285,18 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
 
 
 def sample_segments(advantages, valid, uniform, k, alpha, beta):
-    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha + 1e-6 (Schaul et al. 2016).
+    """k segments, drawn with priorities (sum_t |A_ti|)^alpha + 1e-6 (Schaul et al. 2016).
 
-    Segments lie in random order on a line, each as long as its probability, and k points at equal
-    distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
-    p_i > 1 / k). Weights (1 / (n p_i))^beta n / k, of n with anything valid: at beta 1 a weighted
-    sum is unbiased. advantages, valid (T, N); uniform (N + 1) in [0, 1): N for the order, one for
-    the first point. Returns indices (k) int64 and weights (k) float32.
+    Systematic sampling (Madow 1949): the segments lie in random order on a line from 0 to 1, each
+    as long as its probability p_i. k points at equal distances, the first at random, draw the
+    segments they fall on: segment i k p_i times on average, twice only if p_i > 1 / k. Its weight
+    is (1 / (n p_i))^beta n / k, n the segments with a valid step: a weighted sum is unbiased at
+    beta 1. advantages, valid (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first
+    point. Returns indices (k) int64 and weights (k) float32.
     """
     present = valid.any(0)
     n = present.sum().clamp_min(1)
-    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12  # if nobody is
+    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12  # none valid: uniform
     p = priorities / priorities.sum()
     order = uniform[:-1].argsort()
     line = p[order].double().cumsum(0)
@@ -315,7 +316,7 @@ class Minibatch(NamedTuple):
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
-    Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw.
+    Takes what those two functions take. Returns the minibatch, and all advantages (T, N), raw.
     """
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
@@ -348,7 +349,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); old_logprobs (T, B). Every mean is a
     sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
-    Returns the loss; detached, the ratio and values (T, B), and LOSSES but grad_norm.
+    Returns the loss; detached, the ratio and values (T, B), and the terms LOSSES[1:].
     """
     _, advantages, returns, old_values, weight = minibatch
     logits, values = agent.heads(hidden)
@@ -442,7 +443,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
 
 
 def train(args: Args, envs: "Envs", run: "Run"):
-    """Trains until --total-timesteps, --time-limit or a signal."""
+    """From `envs.reset()` on, until --total-timesteps, --time-limit or a signal."""
     device = torch.device(args.device)
     T = args.num_steps
     N = envs.num_agents
@@ -465,9 +466,9 @@ def train(args: Args, envs: "Envs", run: "Run"):
     values = zeros(T + 1, N)
     logprobs, rewards, ratio, discounted = zeros(4, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
-    # These change from one iteration to the next, in place too, so that CUDA graphs find them.
+    # Filled anew in every iteration, in place, so that CUDA graphs find them.
     noise = agent.sampling_noise(T + 1, N, device=device)
-    lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
+    acting_weights = [weight.detach().clone() for weight in agent.lstm_weights()]  # cast once
     beta = zeros(())
 
     def receive(t: int) -> slice:
@@ -479,11 +480,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         return agents
 
     @torch.no_grad()
-    def act_at(t: int, start: int, stop: int):
-        """Step t for agents start to stop. Step T is for its value only and leaves h, c alone."""
-        rows = slice(start, stop)
+    def act_at(t: int, rows: slice):
+        """Step t for these agents. Step T is for its value only and leaves h, c alone."""
         inputs = observations[t, rows], dones[t, rows], h[rows], c[rows]
-        action, logprob, value, new_h, new_c = act(agent, *inputs, *lstm_weights, noise[t, rows])
+        action, logprob, value, new_h, new_c = act(agent, *inputs, *acting_weights, noise[t, rows])
         values[t, rows] = value
         if t < T:
             actions[t, rows] = action
@@ -517,31 +517,30 @@ def train(args: Args, envs: "Envs", run: "Run"):
         means = sums / minibatch.weight.sum().clamp_min(1e-12)
         return advantages, torch.cat((grad_norm[None], means))
 
-    graph = CudaGraph if args.cuda_graphs and args.device == "cuda" else lambda function: function
-    act_of = cache(lambda *which: graph(partial(act_at, *which)))  # one for each step and group
-    update = graph(update)
-
-    envs.reset()
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
+    acts = {(t, rows.start): partial(act_at, t, rows) for t in range(T + 1) for rows in groups}
+    if args.cuda_graphs and args.device == "cuda":
+        acts = {which: CudaGraph(step) for which, step in acts.items()}
+        update = CudaGraph(update)
     while run.exit_reason is None:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         start_h.copy_(h)
         start_c.copy_(c)
         noise.copy_(agent.sampling_noise(T + 1, N, device=device))
-        for stored, weight in zip(lstm_weights, agent.lstm_weights()):
+        for stored, weight in zip(acting_weights, agent.lstm_weights()):
             stored.copy_(weight.detach())
         for t in range(T + 1):  # the last for v_T alone
             for rows in groups:
                 if t > 0:
                     receive(t)
-                act_of(t, rows.start, rows.stop)()
+                acts[t, rows.start]()
                 if t < T:
                     envs.send(actions[t, rows].cpu().numpy())
         rewards.copy_(raw_rewards[1:])
         if args.clip_rewards and not args.norm_rewards:
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
-            for t in range(T):  # before t = 0 comes row -1, still of the segment before
+            for t in range(T):  # at t = 0, discounted[-1] is the last of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
             observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
@@ -686,7 +685,7 @@ class Envs:
 
         dones: the episode ended just before this observation. valid: 0 where the environment will
         ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
-        the step after it. C environments reset at once: truncations have none to bootstrap from.
+        the step after it. C environments reset at once: a truncation counts as a termination there.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -838,7 +837,7 @@ class Run(contextlib.AbstractContextManager):
         return "time_limit" if over else None
 
     def update_done(self, steps: int, began: float):
-        """After the first, all is compiled: the clock starts, and signals save before the end."""
+        """Counts an iteration. The first has compiled all: only then clock and signals begin."""
         self.iteration += 1
         self.step += steps
         if self.compiled:
@@ -1008,6 +1007,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
             set_up_torch(args, envs, seed)
+            envs.reset()  # what is wrong with them ends it before there is a folder
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:

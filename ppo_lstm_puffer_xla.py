@@ -60,7 +60,7 @@ class Args:
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int = 0  # of each host; even: double-buffered
-    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; never in returns
+    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logged as they were
     norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
     norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
     # Algorithm
@@ -91,7 +91,7 @@ class Args:
     chrono_init: int = 1  # for memory: the new LSTM's gates keep for up to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     # Run
-    time_limit: float = math.inf  # stop after so many seconds of training from this start
+    time_limit: float = math.inf  # stop after so many seconds of training; schedules do not follow
     log_interval: int = 10  # iterations between two log lines
     checkpoint_interval: int = 100  # iterations between two checkpoints
     config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags win
@@ -140,7 +140,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # a Sequential, the first of it in float32
+        self.policy.encoder = nn.Sequential(*layers)  # of numbers: the first layer in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -176,9 +176,9 @@ class Agent(nn.Module):
         """Observations (T, N, *obs) of any dtype to features (T, N, F) in the compute dtype."""
         x = self.flatten(observations.flatten(0, 1))
         layers = self.policy.encoder
-        if not self.image:  # in float32: bfloat16 takes 1000 for 1001, but has the digits of bytes
+        if not self.image:  # the first layer in float32: in bfloat16's 8 bits 1001 is 1000
             x = layers[0](x)
-            layers = layers[1:]
+            layers = layers[1:]  # the GELU; only convolutions have more weights
         # Cast by hand: with torch.autocast inside, functions are compiled anew in every process.
         weights = {name: weight.to(self.dtype) for name, weight in layers.named_parameters()}
         x = torch.func.functional_call(layers, weights, x.to(self.dtype))
@@ -296,17 +296,18 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
 
 
 def sample_segments(advantages, valid, uniform, k, alpha, beta):
-    """k segments, drawn by priority p_i ~ (sum_t |A_ti|)^alpha + 1e-6 (Schaul et al. 2016).
+    """k segments, drawn with priorities (sum_t |A_ti|)^alpha + 1e-6 (Schaul et al. 2016).
 
-    Segments lie in random order on a line, each as long as its probability, and k points at equal
-    distances hit segment i k p_i times on average (systematic sampling, Madow 1949; twice only if
-    p_i > 1 / k). Weights (1 / (n p_i))^beta n / k, of n with anything valid: at beta 1 a weighted
-    sum is unbiased. advantages, valid (T, N); uniform (N + 1) in [0, 1): N for the order, one for
-    the first point. Returns indices (k) int64 and weights (k) float32.
+    Systematic sampling (Madow 1949): the segments lie in random order on a line from 0 to 1, each
+    as long as its probability p_i. k points at equal distances, the first at random, draw the
+    segments they fall on: segment i k p_i times on average, twice only if p_i > 1 / k. Its weight
+    is (1 / (n p_i))^beta n / k, n the segments with a valid step: a weighted sum is unbiased at
+    beta 1. advantages, valid (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first
+    point. Returns indices (k) int64 and weights (k) float32.
     """
     present = valid.any(0)
     n = present.sum().clamp_min(1)
-    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12  # if nobody is
+    priorities = (advantages.abs().sum(0) ** alpha + 1e-6) * present + 1e-12  # none valid: uniform
     p = priorities / priorities.sum()
     order = uniform[:-1].argsort()
     line = p[order].double().cumsum(0)
@@ -326,7 +327,7 @@ class Minibatch(NamedTuple):
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
 
-    Arguments: see those two. Returns the minibatch, and all advantages (T, N), raw.
+    Takes what those two functions take. Returns the minibatch, and all advantages (T, N), raw.
     """
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
@@ -347,7 +348,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
     hidden (T, B, H): LSTM outputs; actions (T, B, actions); old_logprobs (T, B). Every mean is a
     sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
-    Returns the loss; detached, the ratio and values (T, B), and LOSSES but grad_norm.
+    Returns the loss; detached, the ratio and values (T, B), and the terms LOSSES[1:].
     """
     _, advantages, returns, old_values, weight = minibatch
     logits, values = agent.heads(hidden)
@@ -440,7 +441,7 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
 
 
 def train(args: Args, envs: "Envs", run: "Run"):
-    """Trains until --total-timesteps, --time-limit or a signal."""
+    """From `envs.reset()` on, until --total-timesteps, --time-limit or a signal."""
     device = torch_xla.device()  # it stands for all devices of all hosts
     devices = xr.addressable_runtime_device_count()  # of this host
     hosts = xr.process_count()
@@ -469,7 +470,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     # Numbers as indices would make each step a graph.
     indices = [torch.tensor([t]).to(device) for t in range(T + 1)]
     noise = agent.sampling_noise(T + 1, N).to(device)  # drawn on the CPU, as the reference does
-    lstm_weights = [weight.detach().clone() for weight in agent.lstm_weights()]
+    acting_weights = [weight.detach().clone() for weight in agent.lstm_weights()]  # cast once
     beta = zeros(())
 
     def put(array: np.ndarray) -> torch.Tensor:
@@ -495,7 +496,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         """Step t for agents start to stop. Step T is for its value only and leaves h, c alone."""
         rows = slice(start, stop)
         at = indices[t]
-        inputs = observations[at, rows][0], dones[at, rows][0], h[rows], c[rows], *lstm_weights
+        inputs = observations[at, rows][0], dones[at, rows][0], h[rows], c[rows], *acting_weights
         action, logprob, value, new_h, new_c = act(agent, *inputs, noise[at, rows][0])
         values[at, rows] = value
         if t < T:
@@ -534,14 +535,13 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
     update = torch_xla.compile(update, full_graph=True)
 
-    envs.reset()
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
     while run.exit_reason is None:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         start_h.copy_(h)
         start_c.copy_(c)
         noise.copy_(agent.sampling_noise(T + 1, N))
-        for stored, weight in zip(lstm_weights, agent.lstm_weights()):
+        for stored, weight in zip(acting_weights, agent.lstm_weights()):
             stored.copy_(weight.detach())
         for t in range(T + 1):  # the last for v_T alone
             for rows in groups:
@@ -554,7 +554,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         if args.clip_rewards and not args.norm_rewards:
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
-            for t in range(T):  # before t = 0 comes row -1, still of the segment before
+            for t in range(T):  # at t = 0, discounted[-1] is the last of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
             observe(agent.return_norm, discounted.unsqueeze(-1), counted)
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
@@ -640,7 +640,8 @@ def start_devices(args: Args):
     # Autograd's own thread lets go of its last tensors late: they would be part of the next graph.
     torch.autograd.set_multithreading_enabled(False)
     where = f"{len(devices)} x {args.device}, {xr.process_count()} hosts, {args.precision}"
-    say(f"{where}\ncompiling: about half a minute")
+    say(where)
+    say("compiling: about half a minute")
 
 
 def share(dim: int, *tensors: torch.Tensor):
@@ -704,7 +705,7 @@ class Envs:
 
         dones: the episode ended just before this observation. valid: 0 where the environment will
         ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
-        the step after it. C environments reset at once: truncations have none to bootstrap from.
+        the step after it. C environments reset at once: a truncation counts as a termination there.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -863,7 +864,7 @@ class Run(contextlib.AbstractContextManager):
         return self.signals[0] if self.signals else 0.5 * over
 
     def update_done(self, steps: int, began: float):
-        """After the first, all is compiled: the clock starts, and signals save before the end."""
+        """Counts an iteration. The first has compiled all: only then clock and signals begin."""
         self.iteration += 1
         self.step += steps
         if self.compiled:
@@ -1041,6 +1042,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             if segments % xr.global_runtime_device_count():
                 fail(f"--minibatch-size: its {segments} segments at once do not split over devices")
             set_up_torch(seed)
+            envs.reset()  # what is wrong with them ends it before there is a folder
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:

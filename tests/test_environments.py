@@ -15,7 +15,7 @@ import pufferlib
 import pytest
 import torch
 from conftest import ROOT
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from pettingzoo import ParallelEnv
 from pufferlib import adapters
 
@@ -50,6 +50,12 @@ class Scripted(gym.Env):
         return self.observation, self.reward, over, False, self.info
 
 
+def register_once(monkeypatch, entry_point, **spec):
+    """As Its-v0, for this test alone."""
+    made = gym.envs.registration.EnvSpec("Its-v0", entry_point, **spec)
+    monkeypatch.setitem(gym.registry, "Its-v0", made)
+
+
 def adapted(num_envs: int = 1, **script) -> adapters.GymnasiumEnvs:
     return adapters.GymnasiumEnvs(lambda: Scripted(**script), num_envs)
 
@@ -72,7 +78,7 @@ OBSERVATIONS = {
     "board": (Box(0, 1, (8, 9), np.uint8), np.eye(8, 9), np.eye(8, 9)),
     "Discrete": (Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
     "MultiDiscrete": (MultiDiscrete([2, 2], start=[5, -1]), [6, -1], [0, 1, 1, 0]),
-    "MultiBinary": (gym.spaces.MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
+    "MultiBinary": (MultiBinary((2, 2)), np.int8([[1, 0], [0, 1]]), [1, 0, 0, 1]),
     "Dict, sorted": (Dict({"b": UNIT, "a": Discrete(2)}), {"b": [0.25], "a": 1}, [0, 1, 0.25]),
     "nested": (
         Dict(a=Tuple((Discrete(2), Dict(z=UNIT, y=Box(0, 2, ())))), b=Box(0, 1, (1, 2))),
@@ -112,6 +118,16 @@ def test_text_is_left_out_and_said_so_once(capfd):
     assert capfd.readouterr().err.count("is text, and left out") == 2
 
 
+def test_large_whole_numbers_are_said_to_be_rounded(capfd):
+    large = Box(0, 2**40, (1,), np.int64)
+    adapted(space=large)
+    adapted(space=Dict(a=UNIT, stamp=large))
+    first, second = capfd.readouterr().err.splitlines()
+    assert "rounded to float32" in first and second.endswith("rounded to float32: stamp")
+    adapted(space=Box(-9, 9, (1,), np.int64))
+    assert not capfd.readouterr().err
+
+
 def test_remark_that_cannot_be_written_is_no_error(monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stderr", full)
@@ -146,8 +162,8 @@ ACTIONS = {
     "Discrete": (Discrete(3, start=-1), [2], 1),
     "MultiDiscrete": (MultiDiscrete([3, 2], start=[-1, 5]), [0, 1], [-1, 6]),
     "MultiDiscrete, matrix": (MultiDiscrete([[2, 3], [4, 5]]), [1, 2, 3, 4], [[1, 2], [3, 4]]),
-    "MultiBinary": (gym.spaces.MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
-    "Tuple": (Tuple((Discrete(2, start=5), gym.spaces.MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
+    "MultiBinary": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
+    "Tuple": (Tuple((Discrete(2, start=5), MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
     "nested": (Tuple((Dict(a=Discrete(2)), Discrete(3))), [1, 2], ({"a": 1}, 2)),
     "Box": (Box(-1, 1, (2, 3)), [0, 0.5, 1, 0, -0.5, 9], [[0, 0.5, 1], [0, -0.5, 1]]),
     "Box, no shape": (Box(-1, 1, ()), [0.5], 0.5),
@@ -209,6 +225,7 @@ def test_reward_that_holds_one_number_is_that_number(reward):
         ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
         ({"observation": 1.5, "space": Discrete(3)}, pufferlib.APIUsageError, "1.5.*Discrete"),
         ({"observation": [0.5], "space": MultiDiscrete([2])}, pufferlib.APIUsageError, "0.5"),
+        ({"observation": [2, 1], "space": MultiBinary(2)}, pufferlib.APIUsageError, "Binary"),
         ({"observation": [1j]}, pufferlib.APIUsageError, "complex128 is no real number"),
         ({"length": "never"}, pufferlib.APIUsageError, "end .* is 'False', "),
         ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
@@ -227,6 +244,41 @@ def test_the_api_before_gymnasium_is_named():
     envs.envs[0].reset = lambda **seed: np.zeros(2)
     with pytest.raises(pufferlib.APIUsageError, match="reset returned ndarray"):
         envs.reset(seed=1)
+
+
+class OldStep(Scripted):
+    def step(self, action):
+        return np.zeros(1), 0.0, False, {}
+
+
+class NoOptions(Scripted):
+    def reset(self, seed=None):
+        return super().reset()
+
+
+class Slip(Scripted):
+    def step(self, action):
+        return int("not")
+
+
+def test_what_gymnasium_itself_finds_is_a_line_and_a_slip_is_its_own_error(monkeypatch, capfd):
+    register = partial(register_once, monkeypatch, max_episode_steps=9)
+    for slip, named in (OldStep, "expected 5, got 4.*terminated"), (NoOptions, "'options'.*seed="):
+        register(slip)
+        envs = adapters.make("Its-v0", {}, 2, 0, 1).driver_env
+        with pytest.raises(pufferlib.APIUsageError, match=named):
+            envs.reset(seed=1)
+            step(envs)
+    register(object)
+    with pytest.raises(pufferlib.APIUsageError, match="must inherit"):
+        adapters.make("Its-v0", {}, 2, 0, 1)
+    register(Slip)
+    envs = adapters.make("Its-v0", {}, 2, 0, 1).driver_env
+    envs.reset(seed=1)
+    with pytest.raises(ValueError, match="invalid literal"):
+        step(envs)
+    adapters.say(f"error: {np.eye(30)}")
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_environments_that_are_one_or_unlike_are_refused():
@@ -268,12 +320,18 @@ def test_an_end_in_a_list_is_that_end():
 
 
 def test_numbers_of_an_info_are_logged_and_nothing_else():
-    numbers = {"score": 80, "is_success": np.True_, "length": np.array([8]), 3: 0.5}
+    numbers = {
+        "tensor": torch.ones(1),
+        "score": 80,
+        "is_success": np.True_,
+        "length": np.array([8]),
+        3: 0.5,
+    }
     others = {"list": [1], "many": np.arange(3), "none": None, "text": "go", "complex": 1j}
     others |= {"never": np.nan, "huge": 10**400}
     told = numbers | others | {"episode": {"r": np.float32(1.5), "who": "me"}}
     _, envs = rollout(adapted(num_envs=2, info=told), 4)
-    logged = {"score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
+    logged = {"tensor": 1, "score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
     means = envs.means()
     assert {name.removeprefix("env/") for name in means if "env/" in name} == logged.keys()
     assert all(means[f"env/{name}"] == value for name, value in logged.items())
@@ -456,6 +514,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_module_of_the_current_folder_is_found(folder):
+    pathlib.Path("this.py").write_text("its = 1")  # Python has a module of this name too
+    assert adapters.make("CartPole-v1", {}, 1, 0, 1) and adapters.module_of("this").its == 1
     text = "import environments, gymnasium, parallel_game\n"
     text += "gymnasium.register('Here-v0', environments.TwoDials)\n"
     text += "parallel_env = parallel_game.parallel_env\n"
@@ -496,9 +556,7 @@ def test_every_environment_is_made_once_and_reset_once_with_its_seed():
 
 
 def test_arguments_reach_the_environment_or_are_refused(monkeypatch):
-    def register(entry_point):  # for this test alone
-        spec = gym.envs.registration.EnvSpec("Its-v0", entry_point)
-        monkeypatch.setitem(gym.registry, "Its-v0", spec)
+    register = partial(register_once, monkeypatch)
 
     def its_own(num_envs=0, seed=0, buf=0):  # names that PufferLib uses too
         return Scripted(observation=[num_envs, seed, buf], space=Box(0, 9, (3,)))
@@ -513,6 +571,10 @@ def test_arguments_reach_the_environment_or_are_refused(monkeypatch):
     register(lambda size: Scripted())
     with pytest.raises(pufferlib.APIUsageError, match=r"--env\.size: the environment needs it"):
         adapters.make("Its-v0", {}, 1, 0, 1)
+    register(lambda id, max_episode_steps: Scripted([id, max_episode_steps], Box(0, 9, (2,))))
+    envs = adapters.make("Its-v0", {"id": 3, "max_episode_steps": 2}, 1, 0, 1).driver_env
+    assert envs.reset()[0].tolist() == [[3, 2]]
+    assert not step(envs)[3] and step(envs)[3]  # it is Gymnasium's limit too
 
 
 # Seeds, workers -----------------------------------------------------------------------------------
