@@ -41,7 +41,7 @@ STANDS_FOR = {
     "my_module:MyEnv-v0": "envs.probes:CueRecall-v0",
     "my_package.my_game": "parallel_game",
 }
-# Of gcloud, pip and tensorboard, in the text.
+# Of gcloud, pip, tensorboard and sbatch, in the text.
 FOREIGN_FLAGS = {
     "--worker",
     "--command",
@@ -49,6 +49,9 @@ FOREIGN_FLAGS = {
     "--version",
     "--find-links",
     "--logdir",
+    "--account",
+    "--nodes",
+    "--partition",
 }
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
