@@ -40,11 +40,13 @@ import torch
 import tyro
 import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, TrialState
 from pufferlib import adapters
 
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 warnings.filterwarnings("ignore", message="Clip non-finite")  # the GP, of failures
+say = partial(adapters.say, file=sys.stdout)  # whoever reads may be gone: the sweep goes on
 
 
 @dataclass
@@ -201,6 +203,9 @@ class Run:
         """Whether there were new lines."""
         lines = []
         for path in self.folder.glob("*/metrics.jsonl"):  # one, once the run has begun
+            if path.stat().st_size < self.position:  # torchrun began again, from a checkpoint
+                self.position = 0
+                self.points.clear()
             with path.open("rb") as file:
                 file.seek(self.position)
                 lines = [line for line in file if line.endswith(b"\n")]
@@ -297,6 +302,7 @@ SAMPLERS = {
     "tpe": partial(optuna.samplers.TPESampler, multivariate=True, constant_liar=True),
     "random": optuna.samplers.RandomSampler,
 }
+UNTOLD = "Cannot tell|updated_state|Should not reach"  # Optuna, of an end that it cannot store
 RUNNING = (TrialState.RUNNING,)
 WAITING = (TrialState.WAITING,)
 BEST = 3  # trials that run again at the end
@@ -307,7 +313,8 @@ RETRY = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=10)  # back i
 def one_at_a_time(folder: Path):
     """Else two would make SQLite's tables, take the same trial, or write the same best.yaml."""
     with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some file systems of clusters have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -392,15 +399,18 @@ class Sweep:
             flag = key if key.startswith("env.") else key.replace("_", "-")
             if isinstance(value, bool) and not key.startswith("env."):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
+            elif isinstance(value, str) and key.startswith("env."):  # YAML: "off" is not False
+                words.append(f"--{flag}={adapters.format_value(value)}")
             else:
                 words.append(f"--{flag}={value}")
         return words
 
     def run(self) -> int:
         """Trials until there are enough, then the best again. Returns the exit code."""
-        for signum in signal.SIGINT, signal.SIGTERM:
-            signal.signal(signum, self.stop)
-        print(f"{self.folder}: {len(self.counted())} of {self.target} trials", flush=True)
+        for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
+                signal.signal(signum, self.stop)
+        say(f"{self.folder}: {len(self.counted())} of {self.target} trials")
         options = {"n_jobs": self.args.workers, "catch": InterruptedError}
         options |= {"callbacks": [self.after_trial]}
         while not self.stopping:
@@ -409,20 +419,23 @@ class Sweep:
                     break
                 missing = self.target - len(self.counted())
                 self.study.optimize(partial(run_trial, sweep=self), n_trials=missing, **options)
-            except (optuna.exceptions.OptunaError, ValueError) as error:
-                if isinstance(error, ValueError) and "Cannot tell" not in str(error):
+            except (OptunaError, ValueError, UnboundLocalError, AssertionError) as error:
+                if not isinstance(error, OptunaError) and not re.search(UNTOLD, str(error)):
                     raise
-                reason = str(error.__cause__ or error).split("\n")[0]
-                print(f"warning: the database was away: {reason}; on in ten seconds", flush=True)
+                while error.__context__:  # the driver's own words
+                    error = error.__context__
+                reason = str(error).split("\n")[0]
+                say(f"warning: the database was away: {reason}; on in ten seconds")
                 time.sleep(10)  # a trial that was lost is run again
         if isinstance(self.stopping, UsageError):
             if not self.worked() and not self.study.get_trials(states=RUNNING):
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
             raise self.stopping
-        self.report()
+        with contextlib.suppress(OptunaError):  # interrupted while the database was away
+            self.report()
         if self.stopping:
-            print("interrupted; the same command goes on")
+            say("interrupted; the same command goes on")
         return 128 + self.stopping if self.stopping else 0
 
     def stop(self, signum: int, frame):
@@ -478,7 +491,7 @@ class Sweep:
             line = f"{trial.value:.5g} in {facts['cost']:.1f} s ({facts['end']})"
         with one_at_a_time(self.folder):
             line += self.write_best()
-        print(f"trial {trial.number}: {line}; {len(self.counted())} of {self.target}", flush=True)
+        say(f"trial {trial.number}: {line}; {len(self.counted())} of {self.target}")
         if self.enough():
             study.stop()
 
@@ -502,7 +515,7 @@ class Sweep:
         """pareto.png, importances.png, and a table of the front."""
         trials = self.worked()
         if not trials:
-            print(f"no trial has a score; the logs are in {self.folder / 'trials'}")
+            say(f"no trial has a score; the logs are in {self.folder / 'trials'}")
             return
         with one_at_a_time(self.folder):
             self.write_best()  # another machine's trial may have ended last
@@ -516,9 +529,9 @@ class Sweep:
         with contextlib.suppress(ValueError, RuntimeError):  # fewer than two, or all alike
             axes = plots.plot_param_importances(self.study)
             axes.figure.savefig(self.folder / "importances.png", dpi=150, bbox_inches="tight")
-        print(f"no trial beats these in both:\n trial    cost, s {self.args.metric:>18}")
+        say(f"no trial beats these in both: trial, cost in seconds, {self.args.metric}")
         for one in sorted(both.best_trials, key=lambda one: one.values):
-            print("{:>6} {:>10.1f} {:>18.5g}".format(trials[one.number].number, *one.values))
+            say("{:>6} {:>10.1f} {:>18.5g}".format(trials[one.number].number, *one.values))
 
 
 # PLUMBING: command line ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """protein_sweep.py: the search space, and sweeps from the outside over a script that can misbehave on demand."""
 
+import functools
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ import pytest
 import yaml
 from conftest import ROOT, SCRIPT, SMALL, environment, run_script, start_script
 from optuna.trial import TrialState
+from pufferlib import adapters
 
 import protein_sweep
 from protein_sweep import parse_parameter
@@ -393,8 +395,9 @@ def test_two_processes_share_one_sqlite_study(toy):
     assert_shared(load(toy).trials)
 
 
-def test_two_machines_share_one_postgresql_study(toy):
-    """A server of its own, in a temporary folder, on a socket there."""
+@pytest.fixture
+def postgresql():
+    """A server of its own, in a temporary folder, on a socket there: its URL, and its pg_ctl."""
     binaries = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     initdb = shutil.which("initdb") or (str(binaries[-1]) if binaries else None)
     if not initdb:
@@ -403,35 +406,49 @@ def test_two_machines_share_one_postgresql_study(toy):
     folder = pathlib.Path(tempfile.mkdtemp())  # pytest's own may be closed to its user again
     as_user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []  # root it refuses
     folder.chmod(0o777)
-    pg_ctl = [*as_user, bin_folder / "pg_ctl", "-D", folder / "data", "-w"]
-    make = [*as_user, initdb, "-D", folder / "data", "-U", "sweep", "-A", "trust"]
     options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
-    quiet = {"check": True, "cwd": "/", "capture_output": True}
-    subprocess.run(make, **quiet)
-    subprocess.run([*pg_ctl, "-o", options, "-l", folder / "log", "start"], **quiet)
-    try:
-        url = f"postgresql://sweep@/postgres?host={folder}"
-        share_a_study(toy, url)
-        url = url.replace("postgresql:", "postgresql+psycopg:")
-        study = optuna.load_study(study_name="toy__toy", storage=url)
-        assert_shared(study.trials, queued=(1, 2))  # they have no lock in common
-        study._storage._backend.engine.dispose()
-    finally:
-        subprocess.run([*pg_ctl, "-m", "immediate", "stop"], **quiet)
-        shutil.rmtree(folder)
+    words = [*as_user, bin_folder / "pg_ctl", "-D", folder / "data", "-w"]
+    words += ["-o", options, "-l", folder / "log"]
+    run = functools.partial(subprocess.run, check=True, cwd="/", capture_output=True)
+    run([*as_user, initdb, "-D", folder / "data", "-U", "sweep", "-A", "trust"])
+    run([*words, "start"])
+    yield f"postgresql://sweep@/postgres?host={folder}", lambda *more: run([*words, *more])
+    run([*words, "-m", "immediate", "stop"])
+    shutil.rmtree(folder)
 
 
-def start_endless(toy, *arguments) -> subprocess.Popen:
+def test_two_machines_share_one_postgresql_study(toy, postgresql):
+    url, _ = postgresql
+    share_a_study(toy, url)
+    url = url.replace("postgresql:", "postgresql+psycopg:")
+    study = optuna.load_study(study_name="toy__toy", storage=url)
+    assert_shared(study.trials, queued=(1, 2))  # they have no lock in common
+    study._storage._backend.engine.dispose()
+
+
+def test_a_database_that_is_away_is_no_end_of_the_sweep(toy, postgresql):
+    url, control = postgresql
+    process = start_endless(toy, env=environment() | {"OPTUNA_STORAGE": url})
+    control("-m", "fast", "stop")
+    (toy / "endless").unlink()
+    time.sleep(2)
+    control("start")
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "warning: the database was away" in printed, printed
+
+
+def start_endless(toy, *arguments, **options) -> subprocess.Popen:
     """A sweep whose trials do not end by themselves, once they have begun."""
     (toy / "endless").touch()
     words = toy_command("--num-trials", 3, "--workers", 2, *arguments)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(words, cwd=toy, env=environment(), **pipes)
+    options = {"env": environment()} | pipes | options
+    process = subprocess.Popen(words, cwd=toy, **options)
     wait_until(lambda: len(list(toy.glob("sweeps/*/trials/*/*/metrics.jsonl"))) == 2)
     return process
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
     process = start_endless(toy)
     process.send_signal(signum)
@@ -493,6 +510,33 @@ def test_a_trial_that_the_database_has_lost_is_no_end_of_the_sweep(toy):
     assert process.returncode == 0, printed
     assert "warning: the database was away" in printed
     assert len(load(toy).get_trials(states=(TrialState.COMPLETE,))) == 4
+
+
+def test_whoever_reads_may_be_gone(toy):
+    reader, writer = os.pipe()
+    process = start_endless(toy, "--num-trials", 2, stdout=writer)
+    os.close(writer)
+    os.close(reader)
+    (toy / "endless").unlink()
+    assert process.wait(120) == 0
+    assert len(load(toy).get_trials(states=(TrialState.COMPLETE,))) == 2
+
+
+def test_a_file_of_metrics_that_begins_again_is_read_anew(toy):
+    run = protein_sweep.Run(["true"], toy / "run", "x")
+    metrics = toy / "run/one/metrics.jsonl"
+    metrics.parent.mkdir()
+    for times in (1, 2, 3), (1, 2):
+        metrics.write_text("".join(f'{{"time": {time}, "x": {time}}}\n' for time in times))
+        assert run.read() and run.points == [(time, time) for time in times]
+
+
+def test_texts_for_the_environment_stay_texts(toy, monkeypatch):
+    monkeypatch.chdir(toy)
+    sweep = protein_sweep.prepare(toy_command("--num-trials", 1)[2:])
+    trial = optuna.trial.FixedTrial({}, number=3)
+    word = sweep.command(trial, {"env.mode": "off"}, toy)[-1]
+    assert adapters.parse_value(word.removeprefix("--env.mode=")) == "off"
 
 
 def test_trials_that_end_at_once_write_one_best_yaml(toy, monkeypatch):

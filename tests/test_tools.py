@@ -13,6 +13,7 @@ import numpy as np
 import pufferlib
 import pytest
 import torch
+import yaml
 from conftest import FOREIGN, ROOT, SCRIPT, run_script, succeed
 from PIL import Image
 from reading import read_metrics
@@ -191,6 +192,14 @@ def test_a_normalized_agent_plays_with_its_statistics(normalized, played):
     state = trained_of(normalized).agent.state_dict()
     assert state["observation_norm.0.num_batches_tracked"] == 2048  # rows
     assert state["observation_norm.0.running_var"].min() < 0.5
+
+
+def test_a_run_of_several_ranks_is_played_though_its_sizes_need_them(run, played, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    sizes = {"num_steps": 32, "minibatch_size": 40960}  # two of 20,480: below the most of a rank
+    (copy / "config.yaml").write_text(yaml.safe_dump(config | sizes))
+    assert played(copy, "--episodes", 4)["episodes"] == 4
 
 
 def test_run_of_a_fork_is_played_by_its_own_copy(tmp_path, played, refused):

@@ -111,6 +111,7 @@ class Trained:
         config["auto"] = {"precision"} & {*config.get("auto", [])}  # by this machine, not by that
         config |= {"device": "cpu", "num_workers": 0, "cuda_graphs": False}
         known = {field.name for field in dataclasses.fields(self.script.Args)}
+        known -= {"num_steps", "minibatch_size", "max_minibatch_size"}  # may need several ranks
         config = {name: value for name, value in config.items() if name in known}
         words = [*self.script.as_words(config), *flags]
         self.args, _ = self.script.parse_args(words)
