@@ -285,7 +285,7 @@ def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, fl
         if isinstance(value, Mapping):
             yield from numbers_in(value, f"{prefix}{key}/")
             continue
-        if hasattr(value, "item") and math.prod(np.shape(value)) == 1:  # an array, a tensor
+        if hasattr(value, "dtype") and math.prod(np.shape(value)) == 1:  # an array, a tensor
             value = value.item()
         if isinstance(value, bool | int | float) and abs(value) < sys.float_info.max:
             yield f"{prefix}{key}", float(value)  # not NaN: the mean is of those that have it
@@ -312,7 +312,7 @@ def begin(env, seed: dict) -> tuple:
     try:
         return parts(env.reset(**seed), *RESET)
     except TypeError as error:
-        if "reset() got an unexpected keyword argument" in str(error):
+        if re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", str(error)):
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
@@ -324,7 +324,7 @@ GYMNASIUMS = ("gymnasium.core", "gymnasium.wrappers.", "gymnasium.envs.registrat
 def gymnasium_raised(error: Exception) -> bool:
     """Whether it did, of what an environment is or returned: no line of the environment's failed."""
     frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_globals["__name__"] for frame, _ in frames]
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     ours = all(name.startswith(("pufferlib.", *GYMNASIUMS)) for name in modules)
     return ours and modules[-1].startswith(GYMNASIUMS) and error.__cause__ is None
 
@@ -336,7 +336,7 @@ def refusals():
         try:
             yield
         except (TypeError, ValueError) as error:
-            if not gymnasium_raised(error):
+            if "unpack" not in str(error) or not gymnasium_raised(error):
                 raise
             text = f"{error}; its {RESET[0]} should return {RESET[1]}, its {STEP[0]} {STEP[1]}"
             raise APIUsageError(text) from error
@@ -522,7 +522,8 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent. self.agents become those that are possible in env."""
-        self.agents = list(getattr(env, "possible_agents", None) or ())
+        agents = getattr(env, "possible_agents", None)
+        self.agents = [] if agents is None else list(agents)
         if not self.agents:
             raise APIUsageError("it has no possible_agents")
         first = self.agents[0]
@@ -727,8 +728,9 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         check_arguments({**spec.kwargs, **kwargs}, function, (*OF_MAKE, *spec.kwargs))
         if steps is not None and "max_episode_steps" in (parameters_of(function) or ()):
             own["max_episode_steps"] = kwargs["max_episode_steps"]  # both: it ends by either
-    spec = dataclasses.replace(spec, kwargs={**spec.kwargs, **own})
-    return partial(gym.make, spec, **of_make)
+    if own:  # among gym.make's arguments one could not be called id
+        gym_id = dataclasses.replace(spec, kwargs={**spec.kwargs, **own})
+    return partial(gym.make, gym_id, **of_make)
 
 
 def environment_maker(env_id: str, kwargs: dict) -> Callable:

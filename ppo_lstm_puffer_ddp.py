@@ -1134,7 +1134,7 @@ def main(words: list[str]) -> int:
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
             set_up_torch(args, envs, seed)
-            envs.reset()  # what is wrong with them ends it before there is a folder
+            envs.reset()  # here, so that what is wrong (not in workers) leaves no folder
             with (OtherRun if RANK else Run)(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:

@@ -1042,7 +1042,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             if segments % xr.global_runtime_device_count():
                 fail(f"--minibatch-size: its {segments} segments at once do not split over devices")
             set_up_torch(seed)
-            envs.reset()  # what is wrong with them ends it before there is a folder
+            envs.reset()  # here, so that what is wrong (not in workers) leaves no folder
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:

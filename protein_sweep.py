@@ -432,7 +432,7 @@ class Sweep:
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
             raise self.stopping
-        with contextlib.suppress(OptunaError):  # interrupted while the database was away
+        with contextlib.suppress(OptunaError if self.stopping else ()):  # the database is away
             self.report()
         if self.stopping:
             say("interrupted; the same command goes on")

@@ -8,6 +8,7 @@ import re
 import sys
 from decimal import Decimal
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -328,7 +329,7 @@ def test_numbers_of_an_info_are_logged_and_nothing_else():
         3: 0.5,
     }
     others = {"list": [1], "many": np.arange(3), "none": None, "text": "go", "complex": 1j}
-    others |= {"never": np.nan, "huge": 10**400}
+    others |= {"thing": SimpleNamespace(item="sword"), "never": np.nan, "huge": 10**400}
     told = numbers | others | {"episode": {"r": np.float32(1.5), "who": "me"}}
     _, envs = rollout(adapted(num_envs=2, info=told), 4)
     logged = {"tensor": 1, "score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
