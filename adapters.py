@@ -369,6 +369,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.num_envs = num_envs
         self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
         self.over = [True] * num_envs  # the next step is a reset
+        self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
         try:
             observed, acted = self.flat_spaces(say if buf is None else self.said_already)
@@ -577,6 +578,7 @@ class PettingZooEnvs(AdaptedEnvs):
         if len(self.envs[i].agents) == 0:
             raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
         self.show(i, observations, self.envs[i].agents)
+        self.ended[i] = set()
         self.over[i] = False
 
     def step_one(self, i: int, own_actions: list, infos: list):
@@ -605,8 +607,10 @@ class PettingZooEnvs(AdaptedEnvs):
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
             ended.add(agent)
-            if isinstance(agent_infos, Mapping):
+            again = agent in self.ended[i]  # it was not taken off env.agents
+            if isinstance(agent_infos, Mapping) and not again:
                 infos.append(dict(numbers_in(agent_infos.get(agent))))
+        self.ended[i] = ended
         self.over[i] = ended.issuperset(env.agents)
 
 

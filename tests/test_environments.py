@@ -466,6 +466,9 @@ def test_only_agents_that_play_act_and_their_infos_are_logged():
     _, envs = rollout(vecenv, 4)
     assert vecenv.envs[0].sent == [["a", "b"], ["b"], ["a", "b"]]
     assert envs.means()["env/at"] == (1 + 3 + 3) / 3
+    ended_and_stays = [("ab", "a"), ("ab", "a"), ("", "ab")]
+    _, envs = rollout(adapters.PettingZooEnvs(lambda: Played(ended_and_stays)), 4)
+    assert envs.means()["env/at"] == (1 + 3) / 2
 
 
 UNNAMED = {
