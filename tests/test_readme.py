@@ -50,6 +50,7 @@ FOREIGN_FLAGS = {
     "--find-links",
     "--logdir",
     "--account",
+    "--cpus-per-task",
     "--nodes",
     "--partition",
 }
