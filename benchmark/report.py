@@ -43,6 +43,8 @@ MORE_COLORS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000", "#D55E00")
 SCORES = {"breakout": (100, 200, 380, 400, 850)}
 for task in ("CueRecall", "HiddenStart", "ShownStart", "FarReward"):
     SCORES[f"envs.probes:{task}-v0"] = (0.5, 0.95)
+for size in 7, 9, 11, 13:
+    SCORES[f"envs.memory:MemoryS{size}-v0"] = (0.9,)
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.3, "legend.frameon": False})
 plt.rcParams["figure.constrained_layout.use"] = True
