@@ -82,6 +82,12 @@ def finished(tmp_path_factory):
     return succeed("--device", "cpu", cwd=tmp_path_factory.mktemp("readme"))
 
 
+def block_with(text: str) -> str:
+    """The text of the one block of a language that has this in it."""
+    (found,) = [block for _, language, block in FENCED.findall(TEXT) if language and text in block]
+    return found
+
+
 @pytest.fixture
 def clone(finished, tmp_path, monkeypatch):
     """The current folder: what a clone has, a run, a sweep's result, README's environment."""
@@ -90,8 +96,8 @@ def clone(finished, tmp_path, monkeypatch):
             (tmp_path / path.name).symlink_to(path)
     resources = pathlib.Path(pufferlib.__path__[0], "resources")
     (tmp_path / "resources").symlink_to(resources)  # as `import pufferlib` would
-    (environment,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    (tmp_path / "my_env.py").write_text(environment)
+    (tmp_path / "my_env.py").write_text(block_with("class Recall"))
+    (tmp_path / "two.yaml").write_text(block_with("log_normal"))
     monkeypatch.syspath_prepend(tmp_path)  # as for a script there
     best = tmp_path / "sweeps" / "breakout__ppo_lstm_puffer" / "best.yaml"
     best.parent.mkdir(parents=True)
@@ -182,6 +188,16 @@ def test_command_works(command, clone):
     for name, ours in STANDS_FOR.items():
         command = command.replace(name, ours.format(run=clone.name))
     check(command)
+
+
+def test_a_trained_policy_plays_in_a_script_of_ones_own(clone):
+    words = "--env-id my_env:Recall-v0 --num-envs 32 --num-steps 20 --minibatch-size 320 --no-compile"
+    words += " --hidden-size 32 --ent-coef 0.01 --total-timesteps 100_000 --device cpu"
+    output_of("ppo_lstm_puffer.py", words.split())
+    (run,) = pathlib.Path("runs").glob("my_env-Recall*")
+    pathlib.Path("my_play.py").write_text(block_with("ppo.act").replace("runs/RUN", str(run)))
+    returns = [float(output_of("my_play.py", [])) for _ in range(4)]
+    assert returns == [1.0] * 4  # by chance half of them
 
 
 def test_flags_in_the_text_exist():
