@@ -6,6 +6,7 @@ observation is seen, and a truncated episode can be bootstrapped from it.
 """
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import fcntl
@@ -21,7 +22,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 
 import gymnasium as gym
 import numpy as np
@@ -44,6 +45,18 @@ def say(text: str, file=None):
         print(re.sub(r"\s*\n\s*", " ", text), file=file, flush=True)  # an array in it has several
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+@cache
+def say_once(say: Callable, text: str):
+    say(text)
+
+
+def tell_of_clipping(rewards, say: Callable):
+    """That rewards are beyond what --clip-rewards, the default, leaves of them."""
+    if rewards.abs().max() > 1:
+        more = "--norm-rewards scales them instead, --no-clip-rewards leaves them"
+        say_once(say, f"rewards beyond [-1, 1] are clipped to that for learning; {more}")
 
 
 # Observations -------------------------------------------------------------------------------------
@@ -217,7 +230,18 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 # Actions ------------------------------------------------------------------------------------------
 
 
-def flat_actions(space: gym.Space) -> tuple[gym.Space, Callable]:
+def remark_on_bounds(low: np.ndarray, high: np.ndarray, remark: Callable):
+    """The policy begins with a mean of 0 and a deviation of 1: is that in the Box, and all of it?"""
+    width = high - low
+    narrow_or_wide = (width < 0.1) | ((width > 20) & np.isfinite(width))
+    for i in np.flatnonzero((low > 1) | (high < -1) | narrow_or_wide)[:1]:
+        remark(
+            f"action: a Box from {low[i]:g} to {high[i]:g}, but the policy begins at 0 with a "
+            "deviation of 1; gymnasium.wrappers.RescaleAction(env, -1, 1) makes it fit"
+        )
+
+
+def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callable]:
     """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
     actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
     if not isinstance(space, Box):
@@ -230,6 +254,7 @@ def flat_actions(space: gym.Space) -> tuple[gym.Space, Callable]:
     with np.errstate(over="ignore"):  # a float64's bound may be no float32
         low = space.low.ravel().astype(np.float32)
         high = space.high.ravel().astype(np.float32)
+        remark_on_bounds(low, high, remark)
 
     def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
         own = numbers.reshape(-1, *space.shape)
@@ -285,7 +310,8 @@ def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, fl
         if isinstance(value, Mapping):
             yield from numbers_in(value, f"{prefix}{key}/")
             continue
-        if hasattr(value, "dtype") and math.prod(np.shape(value)) == 1:  # an array, a tensor
+        is_array = hasattr(value, "dtype") and hasattr(value, "item")  # or a tensor
+        if is_array and not isinstance(value, type) and math.prod(np.shape(value)) == 1:
             value = value.item()
         if isinstance(value, bool | int | float) and abs(value) < sys.float_info.max:
             yield f"{prefix}{key}", float(value)  # not NaN: the mean is of those that have it
@@ -312,7 +338,8 @@ def begin(env, seed: dict) -> tuple:
     try:
         return parts(env.reset(**seed), *RESET)
     except TypeError as error:
-        if re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", str(error)):
+        unfit = r"reset\(\) (got an unexpected keyword argument '(seed|options)'|missing .*'seed')"
+        if re.search(unfit, str(error)):
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
@@ -392,7 +419,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for space in observation_space, action_space:
             if not isinstance(space, gym.Space):
                 raise APIUsageError(f"its space {space!r:.80} is none of Gymnasium's")
-        return flat_observations(observation_space, remark), flat_actions(action_space)
+        return flat_observations(observation_space, remark), flat_actions(action_space, remark)
 
     def add_one(self):
         """One more environment. It must be another one, with the spaces of the first."""
@@ -401,13 +428,14 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         if getattr(env, "unwrapped", env) is getattr(self.envs[0], "unwrapped", self.envs[0]):
             raise APIUsageError("one object is given as several environments; make a new one")
         self.envs.append(env)
-        (seen, _, columns), (acted, _) = self.flat_spaces(self.said_already)
+        (seen, _, columns), _ = self.flat_spaces(self.said_already)
+        actions = self.spaces(env)[1], self.spaces(self.envs[0])[1]
         if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
         self.agents = agents  # rows are in the order of the first one's
         places = [{name: part[0] for name, part in c.items()} for c in (columns, self.columns)]
         observed = (seen, self.single_observation_space)
-        for one, first in observed, places, (acted, self.single_action_space):
+        for one, first in observed, places, actions:
             if one != first:
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
 
@@ -589,19 +617,23 @@ class PettingZooEnvs(AdaptedEnvs):
         result = parts(env.step(actions), *STEP)
         observations, rewards, terminations, truncations, agent_infos = result
         begun = [agent for agent in env.agents if agent not in playing]
+        seen_before = {agent for agent in playing if self.masks[rows[agent]]}
         self.show(i, observations, playing + begun)
         there = [agent for agent in playing if agent in observations]
         for what, named in zip(("rewards", "terminations", "truncations"), result[1:4]):
             self.check_names(what, named, there)
         ended = set()
+        yet_to_come = {*env.agents} - {*observations} - seen_before - self.ended[i]
         for agent in playing:
+            if agent in yet_to_come:
+                continue
             row = rows[agent]
             self.reward(row, rewards.get(agent, 0.0))
             if not self.end(row, terminations.get(agent), truncations.get(agent)):
                 if agent in observations and agent in env.agents:
                     continue
                 self.truncations[row] = True
-                if not self.warned:
+                if not self.warned and agent not in self.ended[i]:
                     say(f"warning: agent {agent} is gone, and its episode was not said to end")
                     self.warned = True
             if agent not in observations:  # there is none to bootstrap from
@@ -611,7 +643,8 @@ class PettingZooEnvs(AdaptedEnvs):
             if isinstance(agent_infos, Mapping) and not again:
                 infos.append(dict(numbers_in(agent_infos.get(agent))))
         self.ended[i] = ended
-        self.over[i] = ended.issuperset(env.agents)
+        nobody = not self.masks[[*rows.values()]].any()  # those to come will never
+        self.over[i] = ended.issuperset(env.agents) or nobody
 
 
 # Arguments ----------------------------------------------------------------------------------------
@@ -755,7 +788,11 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
         found = module_of(env_id)
         if hasattr(found, "parallel_env"):
             check_arguments(kwargs, found.parallel_env)
-            return partial(PettingZooEnvs, partial(found.parallel_env, **kwargs))
+
+            def make_one():
+                return found.parallel_env(**copy.deepcopy(kwargs))  # as gym.make does
+
+            return partial(PettingZooEnvs, make_one)
         if found:
             raise APIUsageError("this module has no parallel_env, which PettingZoo's have")
     return partial(GymnasiumEnvs, gymnasium_maker(gym_id, module, kwargs))

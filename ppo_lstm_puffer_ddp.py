@@ -149,7 +149,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # of numbers: the first layer in float32
+        self.policy.encoder = nn.Sequential(*layers)  # without an image in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -237,7 +237,7 @@ class Agent(nn.Module):
 
 # ALGO LOGIC: the recurrence, with resets ----------------------------------------------------------
 
-UNROLL = 8  # steps compiled as one function; 32 took four times as long and ran no faster
+UNROLL = 8  # steps compiled as one function; 32 compiled four times as long and ran no faster
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
@@ -407,7 +407,7 @@ def act(agent, observations, dones, h, c, weight, bias, noise):
 
 
 LOSSES = ["grad_norm", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`
+COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`; add yours
 
 
 # ALGO LOGIC: Muon ---------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
     agent = Agent(envs.observation_space, envs.action_space, args).to(device)
     optimizers = make_optimizers(agent, args)
-    run.restore(agent, optimizers)
+    run.begin(agent, optimizers)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
     # become row 0 of the next, its values are the bootstrap.
@@ -533,8 +533,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         dist.all_reduce(totals)
         minibatch = weigh(share, totals, args)
         flat.zero_()
-        most = args.max_minibatch_size // T  # segments at once; their gradients add up
-        parts = zip(*(tensor.split(most, -1) for tensor in minibatch), strict=True)
+        at_once = args.max_minibatch_size // T  # segments; their gradients add up
+        parts = zip(*(tensor.split(at_once, -1) for tensor in minibatch), strict=True)
         for part in map(Minibatch._make, parts):
             segments = part.segments
             features = agent.encode(observations[:T].index_select(1, segments))
@@ -554,11 +554,11 @@ def train(args: Args, envs: "Envs", run: "Run"):
         return totals, torch.cat((grad_norm[None], means))
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
-    acts = {(t, rows.start): partial(act_at, t, rows) for t in range(T + 1) for rows in groups}
     if args.cuda_graphs and args.device == "cuda":
-        acts = {which: CudaGraph(step) for which, step in acts.items()}
-        update = CudaGraph(update)
-    while run.exit_reason is None:
+        act_at = CudaGraphs(act_at)
+        update = CudaGraphs(update)
+    over = run.exit_reason is not None
+    while not over:
         if args.device == "cuda":  # nccl may wait for ever: who waits longer is killed
             signal.alarm(args.dist_timeout)
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
@@ -572,8 +572,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         for t in range(T + 1):  # the last for v_T alone
             for rows in groups:
                 if t > 0:
-                    receive(t)
-                acts[t, rows.start]()
+                    receive(t)  # of these agents: groups arrive in the order in which they acted
+                act_at(t, rows)
                 if t < T:
                     envs.send(actions[t, rows].cpu().numpy())
         rewards.copy_(raw_rewards[1:])
@@ -594,10 +594,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
         statistics = zeros(len(LOSSES))
-        for k in range(num_minibatches):
+        for i in range(num_minibatches):
             totals, terms = update()
             statistics += terms
-            if k == 0:  # of the policy that acted
+            if i == 0:  # of the policy that acted
                 rollout_mean = totals / totals[0].clamp_min(1)
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
@@ -607,9 +607,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
         if not all(map(math.isfinite, losses.values())):
-            most = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
-            raise adapters.NotFinite(f"{losses}; largest {most}; docs/trouble.md")
-        if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
+            seen = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
+            raise adapters.NotFinite(f"{losses}; largest {seen}; docs/trouble.md")
+        over = run.exit_reason is not None
+        if run.iteration % args.log_interval == 0 or over:
             _, mean, square, mean_return, square_return = rollout_mean.tolist()
             variance = max(square_return - mean_return**2, 1e-12)
             losses["explained_variance"] = 1 - (square - mean**2) / variance
@@ -681,26 +682,28 @@ def fast_bfloat16(device: str) -> str | None:
     return next((key for key in ("CUDA", "amx_bf16", "avx512_bf16", "bf16") if able.get(key)), None)
 
 
-class CudaGraph:
-    """A function that works in place on the same tensors at every call, recorded at the fourth."""
+class CudaGraphs:
+    """A function that works in place, recorded at its fourth call with the same arguments."""
 
     pool = cache(torch.cuda.graph_pool_handle)  # one for all graphs: they are replayed in turn
 
     def __init__(self, function):
         self.function = function
-        self.calls = 0
-        self.graph = torch.cuda.CUDAGraph()
+        self.calls = defaultdict(int)
+        self.graphs = defaultdict(torch.cuda.CUDAGraph)
+        self.results = {}
 
-    def __call__(self):
-        self.calls += 1
-        if self.calls < 4:  # what it compiles and allocates once is no part of the graph
-            return self.function()
-        if self.calls == 4:
+    def __call__(self, *which):
+        key = str(which)  # before Python 3.12 a slice is no key
+        self.calls[key] += 1
+        if self.calls[key] < 4:  # what it compiles and allocates once is no part of the graph
+            return self.function(*which)
+        if self.calls[key] == 4:
             stream = torch.cuda.current_stream()
-            with torch.cuda.graph(self.graph, CudaGraph.pool(), stream, "thread_local"):
-                self.results = self.function()
-        self.graph.replay()
-        return self.results
+            with torch.cuda.graph(self.graphs[key], CudaGraphs.pool(), stream, "thread_local"):
+                self.results[key] = self.function(*which)
+        self.graphs[key].replay()
+        return self.results[key]
 
 
 class Envs:
@@ -725,9 +728,9 @@ class Envs:
     def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
-        dones: the episode ended just before this observation. valid: 0 where the environment will
-        ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
-        the step after it. C environments reset at once: a truncation counts as a termination there.
+        dones: 1 where the state is zeroed before this observation and its value bootstraps nothing.
+        valid: 0 where the next action is ignored. Gymnasium's and PettingZoo's show an episode's
+        last observation (valid 0, dones 1 if terminated). C's do not: any end is a termination.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -913,8 +916,8 @@ class Run(contextlib.AbstractContextManager):
         self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
         say(f"run: {self.folder}")
 
-    def restore(self, agent: Agent, optimizers: list):
-        """Gives them their states of --resume, that `save` saved. Writes only from then on."""
+    def begin(self, agent: Agent, optimizers: list):
+        """Gives them their states of --resume, if it was given. Writes only from then on."""
         self.agent = agent
         self.optimizers = optimizers
         try:
@@ -1019,7 +1022,7 @@ class Run(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         """Whatever the end is, what was learned is saved, and the last line says why it ended."""
         if kind is SystemExit and not self.compiled:
-            return  # `restore` refused
+            return  # `begin` refused
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
         finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
         try:
@@ -1050,9 +1053,8 @@ def as_words(config: dict[str, Any]) -> list[str]:
     words = []
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
-        if value is None or name in ("auto", *config.get("auto", [])):
-            continue
-        if (name, value) == ("device", "tpu"):
+        unset = value is None or (name, value) == ("device", "tpu")
+        if unset or name in ("auto", *config.get("auto", [])):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))

@@ -140,7 +140,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # of numbers: the first layer in float32
+        self.policy.encoder = nn.Sequential(*layers)  # without an image in float32
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -325,9 +325,9 @@ class Minibatch(NamedTuple):
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
-    """Advantages from the newest values and ratios, and a minibatch of segments drawn by them.
+    """A minibatch of segments, drawn by the advantages of the newest values and ratios.
 
-    Takes what those two functions take. Returns the minibatch, and all advantages (T, N), raw.
+    Arguments: of `compute_advantages`, `sample_segments`. Returns it, and all advantages (T, N).
     """
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
@@ -451,7 +451,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     num_minibatches = max(1, round(args.update_epochs * batch_size / args.minibatch_size))
     agent = Agent(envs.observation_space, envs.action_space, args).to(device)
     optimizers = make_optimizers(agent, args)
-    run.restore(agent, optimizers)
+    run.begin(agent, optimizers)
 
     # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
     # become row 0 of the next, its values are the bootstrap.
@@ -536,7 +536,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
     update = torch_xla.compile(update, full_graph=True)
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
-    while run.exit_reason is None:
+    over = run.exit_reason is not None
+    while not over:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         start_h.copy_(h)
         start_c.copy_(c)
@@ -570,10 +571,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         ratio.fill_(1)
         rollout_values = values[:T].clone()
         statistics = zeros(len(LOSSES))
-        for k in range(num_minibatches):
+        for i in range(num_minibatches):
             advantages, terms = update()
             statistics += terms
-            if k == 0:  # of the policy that acted
+            if i == 0:  # of the policy that acted
                 rollout_advantages = advantages.clone()
         unexplained = moments(rollout_advantages, counted)[1]
         unexplained /= moments(rollout_advantages + rollout_values, counted)[1].clamp_min(1e-12)
@@ -587,9 +588,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
         run.update_done(batch_size, update_began)
         run.ending = put(np.full(devices, run.wish, np.float32)).max().item()  # hosts end together
         if not all(map(math.isfinite, losses.values())):
-            most = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
-            raise adapters.NotFinite(f"{losses}; largest {most}; docs/trouble.md")
-        if run.iteration % args.log_interval == 0 or run.exit_reason is not None:
+            seen = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
+            raise adapters.NotFinite(f"{losses}; largest {seen}; docs/trouble.md")
+        over = run.exit_reason is not None
+        if run.iteration % args.log_interval == 0 or over:
             run.log(losses, args.learning_rate * schedules[args.anneal])
         if run.iteration % args.checkpoint_interval == 0:
             run.save()
@@ -604,9 +606,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
 # PLUMBING: not needed to understand the algorithm, but for `Envs.receive` (dones and valid).
 
 
-def say(text: str, file=None):
-    """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
-    adapters.say(text, file)
+say = adapters.say  # prints a line for people
 
 
 def fail(message: str):
@@ -703,9 +703,9 @@ class Envs:
     def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
-        dones: the episode ended just before this observation. valid: 0 where the environment will
-        ignore the next action. Gymnasium's and PettingZoo's show the last observation, and reset in
-        the step after it. C environments reset at once: a truncation counts as a termination there.
+        dones: 1 where the state is zeroed before this observation and its value bootstraps nothing.
+        valid: 0 where the next action is ignored. Gymnasium's and PettingZoo's show an episode's
+        last observation (valid 0, dones 1 if terminated). C's do not: any end is a termination.
         """
         began = time.perf_counter()
         observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
@@ -827,8 +827,8 @@ class Run(contextlib.AbstractContextManager):
         self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
         say(f"run: {self.folder}")
 
-    def restore(self, agent: Agent, optimizers: list):
-        """Gives them their states of --resume, that `save` saved. Writes only from then on."""
+    def begin(self, agent: Agent, optimizers: list):
+        """Gives them their states of --resume, if it was given. Writes only from then on."""
         self.agent = agent
         self.optimizers = optimizers
         try:
@@ -931,7 +931,7 @@ class Run(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         """Whatever the end is, what was learned is saved, and the last line says why it ended."""
         if kind is SystemExit and not self.compiled:
-            return  # `restore` refused
+            return  # `begin` refused
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
         finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
         try:

@@ -12,7 +12,10 @@ def grid(name, **kwargs):
     """MiniGrid's cells one-hot, without the mission and the direction."""
     from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
 
-    return ImgObsWrapper(OneHotPartialObsWrapper(gym.make(name, **kwargs)))
+    env = ImgObsWrapper(OneHotPartialObsWrapper(gym.make(name, **kwargs)))
+    shape = env.observation_space.shape
+    env.observation_space = gym.spaces.Box(0, 1, shape, np.uint8)  # it says up to 255: pixels
+    return env
 
 
 def minatar(game="breakout"):

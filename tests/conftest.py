@@ -138,7 +138,7 @@ class Recording(str):
 def losses_of(monkeypatch, tmp_path):
     """What a dozen iterations of two updates log as losses and returns.
 
-    With something in the place of CudaGraph, or without graphs.
+    With something in the place of CudaGraphs, or without graphs.
     """
 
     def run(graph=None, **arguments):
@@ -150,7 +150,7 @@ def losses_of(monkeypatch, tmp_path):
 
         with monkeypatch.context() as patch:
             if graph:
-                patch.setattr(ppo, "CudaGraph", graph)
+                patch.setattr(ppo, "CudaGraphs", graph)
                 patch.setattr(ppo, "train", train)
             for name in ppo.COMPILED:  # which compiling replaces
                 patch.setattr(ppo, name, getattr(ppo, name))

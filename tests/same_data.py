@@ -111,9 +111,9 @@ def clip_grad_norm_(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_):
     return clip(parameters, max_norm)
 
 
-def restore(self, agent, optimizers, restore=script.Run.restore):
+def begin(self, agent, optimizers, begin=script.Run.begin):
     seen["state"] = agent.state_dict()  # the same tensors to the end
-    return restore(self, agent, optimizers)
+    return begin(self, agent, optimizers)
 
 
 script.make_envs = SameEnvs
@@ -121,7 +121,7 @@ script.Agent.sampling_noise = same_noise
 script.sample_segments = sample_halves
 script.ppo_loss = count_chunks
 script.nn.utils.clip_grad_norm_ = clip_grad_norm_
-script.Run.restore = restore
+script.Run.begin = begin
 sys.argv = [f"{name}.py", *arguments]
 if name == "ppo_lstm_puffer":
     code = script.main(*script.parse_args(arguments))

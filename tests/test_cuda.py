@@ -18,15 +18,15 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here, so what needs one is not tested", allow_module_level=True)
 
 
-class Unsynchronized(ppo.CudaGraph):
+class Unsynchronized(ppo.CudaGraphs):
     """Not recorded, and an error if it waits for the GPU. Its first calls may: they compile and
     allocate."""
 
-    def __call__(self):
-        self.calls += 1
-        torch.cuda.set_sync_debug_mode("error" if self.calls > 2 else "default")
+    def __call__(self, *which):
+        self.calls[str(which)] += 1
+        torch.cuda.set_sync_debug_mode("error" if self.calls[str(which)] > 2 else "default")
         try:
-            return self.function()
+            return self.function(*which)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -46,7 +46,7 @@ CASES = [
 @pytest.mark.parametrize("arguments", CASES, ids=str)
 def test_cuda_graphs_train_as_the_functions_do(losses_of, arguments):
     eager = losses_of(device="cuda", **arguments)
-    replayed = losses_of(ppo.CudaGraph, device="cuda", **arguments)
+    replayed = losses_of(ppo.CudaGraphs, device="cuda", **arguments)
     for expected, row in zip(eager, replayed, strict=True):
         assert row.get("episodic_return") == expected.get("episodic_return")
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
@@ -93,7 +93,7 @@ def test_first_update_is_that_of_the_cpu():
 
 def test_ratio_is_about_one_in_bfloat16(losses_of):
     sizes = {"minibatch_size": 64, "hidden_size": 128, "precision": "bfloat16"}
-    for row in losses_of(ppo.CudaGraph, device="cuda", **sizes):
+    for row in losses_of(ppo.CudaGraphs, device="cuda", **sizes):
         assert abs(row["losses/approx_kl"]) < 1e-4
         assert row["losses/clipfrac"] < 0.01
 

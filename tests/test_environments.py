@@ -15,7 +15,7 @@ import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, train_here
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from pettingzoo import ParallelEnv
 from pufferlib import adapters
@@ -137,6 +137,13 @@ def test_remark_that_cannot_be_written_is_no_error(monkeypatch):
         full.close()
 
 
+def test_clipped_rewards_are_said_to_be_once(tmp_path, capfd):
+    for given, times in ({}, 1), ({"clip_rewards": False}, 0), ({"norm_rewards": True}, 0):
+        adapters.say_once.cache_clear()
+        train_here(tmp_path, env_id="Pendulum-v1", total_timesteps=256, **given)
+        assert capfd.readouterr().err.count("rewards beyond [-1, 1] are clipped") == times
+
+
 def test_an_image_in_a_dictionary_is_said_to_be_flattened(capfd):
     space = Dict(screen=Box(0, 255, (64, 64, 3), np.uint8), health=UNIT)
     assert adapted(space=space).single_observation_space.shape == (64 * 64 * 3 + 1,)
@@ -191,6 +198,25 @@ def test_action_reaches_the_environment(space, numbers, taken):
         assert not isinstance(space, Box) or (type(own), own.dtype) == (np.ndarray, space.dtype)
         as_lists = torch.utils._pytree.tree_map(lambda part: np.asarray(part).tolist(), own)
         assert as_lists == taken
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        (Box(50, 100, (1,)), "from 50 to 100"),
+        (Box(-40, 40, (2,)), "from -40 to 40"),
+        (Box(-0.01, 0.01, (1,)), "from -0.01 to 0.01"),
+        (Box(0, 255, (1,), np.uint8), "from 0 to 255"),
+        (Box(np.array([-1, 2]), np.array([1, np.inf]), dtype=np.float64), "from 2 to inf"),
+        (Box(-2, 2, (1,)), ""),
+        (Box(0, 1, (1,)), ""),
+        (Box(-np.inf, np.inf, (1,)), ""),
+    ],
+)
+def test_a_box_of_actions_that_the_policy_does_not_begin_in_is_named(space, said, capfd):
+    adapted(num_envs=2, acts=space).reset(seed=1)
+    err = capfd.readouterr().err
+    assert err.count("RescaleAction") == bool(said) and said in err
 
 
 def test_an_action_that_the_environment_keeps_stays_as_it_is():
@@ -257,6 +283,11 @@ class NoOptions(Scripted):
         return super().reset()
 
 
+class NoDefault(Scripted):
+    def reset(self, seed, options=None):
+        return super().reset()
+
+
 class Slip(Scripted):
     def step(self, action):
         return int("not")
@@ -270,6 +301,10 @@ def test_what_gymnasium_itself_finds_is_a_line_and_a_slip_is_its_own_error(monke
         with pytest.raises(pufferlib.APIUsageError, match=named):
             envs.reset(seed=1)
             step(envs)
+    envs = adapters.GymnasiumEnvs(NoDefault)  # not by Gymnasium's wrappers
+    envs.reset(seed=1)
+    with pytest.raises(pufferlib.APIUsageError, match=r"missing.*'seed'.*should be"):
+        step(envs, 3)
     register(object)
     with pytest.raises(pufferlib.APIUsageError, match="must inherit"):
         adapters.make("Its-v0", {}, 2, 0, 1)
@@ -286,7 +321,12 @@ def test_environments_that_are_one_or_unlike_are_refused():
     one = Scripted()
     with pytest.raises(pufferlib.APIUsageError, match="one object is given as several"):
         adapters.GymnasiumEnvs(lambda: one, 2).reset()
-    for kinds in (Discrete(2), Discrete(3)), (Box(-1, 1, (1,)), Box(-2, 2, (1,))):
+    unlike = (
+        (Discrete(2), Discrete(3)),
+        (UNIT, Box(-2, 2, (1,))),
+        (Discrete(2), Discrete(2, start=5)),
+    )
+    for kinds in unlike:
         spaces = iter(kinds)
         with pytest.raises(pufferlib.APIUsageError, match="different spaces"):
             adapters.GymnasiumEnvs(
@@ -330,6 +370,7 @@ def test_numbers_of_an_info_are_logged_and_nothing_else():
     }
     others = {"list": [1], "many": np.arange(3), "none": None, "text": "go", "complex": 1j}
     others |= {"thing": SimpleNamespace(item="sword"), "never": np.nan, "huge": 10**400}
+    others |= {"space": UNIT, "choices": Discrete(3), "dtype": np.float32, "class": torch.Tensor}
     told = numbers | others | {"episode": {"r": np.float32(1.5), "who": "me"}}
     _, envs = rollout(adapted(num_envs=2, info=told), 4)
     logged = {"tensor": 1, "score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
@@ -497,6 +538,33 @@ def test_dictionaries_that_do_not_name_the_agents_are_refused(method, change, na
         rollout(adapters.PettingZooEnvs(lambda: Unnamed([("ab", "")])), 2)
 
 
+def test_an_agent_that_is_shown_later_plays_on_when_the_others_have_ended(capfd):
+    class Later(Played):  # b is among env.agents from the start
+        def reset(self, seed=None, options=None):
+            observations, infos = super().reset()
+            return {"a": observations["a"]}, infos
+
+        def step(self, actions):
+            observations, *rest = super().step(actions)
+            if self.t < 3:
+                del observations["b"]
+            return observations, *rest
+
+    script = [("ab", ""), ("b", "a"), ("b", ""), ("b", ""), ("", "b")]
+    rows, envs = rollout(adapters.PettingZooEnvs(lambda: Later(script)), 6)
+    assert rows[3:, 1].tolist() == [[3, 1, 1, 1], [4, 1, 0, 1], [5, 1, 1, 0]]
+    assert [length for _, _, length in envs.episodes] == [2, 2]
+    assert "gone" not in capfd.readouterr().err
+
+
+def test_an_agent_whose_end_was_said_may_be_taken_off_a_step_later(capfd):
+    _, envs = rollout(
+        adapters.PettingZooEnvs(lambda: Played([("ab", "a"), ("b", ""), ("", "b")])), 4
+    )
+    assert [length for _, _, length in envs.episodes] == [1, 3]
+    assert "gone" not in capfd.readouterr().err
+
+
 def test_agents_with_unlike_spaces_are_refused():
     class Unlike(Played):
         def action_space(self, agent):
@@ -526,6 +594,10 @@ def test_a_module_of_the_current_folder_is_found(folder):
     pathlib.Path("games_of_this_folder.py").write_text(text)
     assert adapters.make("games_of_this_folder:Here-v0", {"length": 6}, 2, 0, 1).num_agents == 2
     assert adapters.make("games_of_this_folder", {}, 2, 0, 1).num_agents == 6
+    text = "import parallel_game\ndef parallel_env(some):\n    some.append(1)\n"
+    pathlib.Path("changes_it.py").write_text(text + "    return parallel_game.parallel_env()\n")
+    some = []
+    assert adapters.make("changes_it", {"some": some}, 2, 0, 1).num_agents == 6 and some == []
     pathlib.Path("package").mkdir()  # as gymnasium_robotics has its mamujoco_v1
     pathlib.Path("package/__init__.py").write_text("import parallel_game as game_v1")
     assert adapters.make("package.game_v1", {}, 2, 0, 1).num_agents == 6

@@ -5,7 +5,6 @@ import pytest
 import torch
 from conftest import Recording, train_here
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,17 +27,18 @@ class OnOneDevice(TorchDispatchMode):
 
 
 class Once:
-    """In the place of CudaGraph: the first policy step, then the update, and that is all."""
+    """In the place of CudaGraphs: the first policy step, then the update, and that is all."""
 
     functions = ()
 
     def __init__(self, function):
         Once.functions = (*Once.functions, function)
 
-    def __call__(self):
+    def __call__(self, *which):
+        act_at, update = self.functions
         with OnOneDevice():
-            self.functions[-1]()  # the policy step, which is made when it is first needed
-            self.functions[0]()  # the update
+            act_at(*which)
+            update()
         raise Done
 
 
@@ -82,7 +82,7 @@ def test_update_and_policy_step_stay_on_the_gpu_and_never_wait(monkeypatch, tmp_
             original(args, *rest)
 
     monkeypatch.setattr(Once, "functions", ())
-    monkeypatch.setattr(ppo, "CudaGraph", Once)
+    monkeypatch.setattr(ppo, "CudaGraphs", Once)
     monkeypatch.setattr(ppo, "Agent", agent_on_meta)
     monkeypatch.setattr(ppo, "make_optimizers", optimizers_on_meta)
     monkeypatch.setattr(ppo, "train", train)
@@ -90,33 +90,33 @@ def test_update_and_policy_step_stay_on_the_gpu_and_never_wait(monkeypatch, tmp_
         train_here(tmp_path, **arguments)
 
 
-class Replayed:
-    """CudaGraph, on a CPU: from the fifth call on, the operations that the fourth one did are done
-    again on the tensors that it had, and what they return lies where its results lay.
+class Tape(TorchDispatchMode):
+    """In the place of torch.cuda.CUDAGraph, on a CPU: it keeps the operations that are done within,
+    and does them again on the tensors that they had; results lie where those lay.
 
     So it is with a CUDA graph: a Python number that changes, or a tensor that is made anew outside,
     stays as it was.
     """
 
-    def __init__(self, function):
-        self.function = function
-        self.calls = 0
+    def __init__(self):
+        super().__init__()
+        self.done = []
+        self.recorded = False
 
-    def __call__(self):
-        self.calls += 1
-        if self.calls < 4:
-            return self.function()
-        if self.calls == 4:
-            self.graph = make_fx(lambda: self.traced())()
-        else:
-            with torch.no_grad():
-                for result, new in zip(self.results, self.graph() or ()):
-                    result.copy_(new)
-        return self.results
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **(kwargs or {}))
+        self.done.append((operation, args, kwargs or {}, results))
+        return results
 
-    def traced(self):
-        self.results = self.function() or ()
-        return self.results
+    @torch.no_grad()
+    def replay(self):
+        again = self.done if self.recorded else []  # on a CPU recording has done them already
+        self.recorded = True
+        for operation, args, kwargs, results in again:
+            new = tree_leaves(operation(*args, **kwargs))
+            for kept, result in zip(tree_leaves(results), new, strict=True):
+                if isinstance(kept, torch.Tensor):
+                    kept.copy_(result)
 
 
 CASES = [
@@ -127,7 +127,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("arguments", CASES, ids=str)
-def test_replayed_graphs_train_as_the_functions_do(losses_of, arguments):
+def test_replayed_graphs_train_as_the_functions_do(losses_of, monkeypatch, arguments):
     expected = losses_of(**arguments)
     assert len(expected) == 12
-    assert expected == losses_of(Replayed, **arguments)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", lambda tape, *_: tape)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(ppo.CudaGraphs, "pool", lambda: None)
+    assert expected == losses_of(ppo.CudaGraphs, **arguments)

@@ -191,7 +191,9 @@ def test_command_works(command, clone):
 
 
 def test_a_trained_policy_plays_in_a_script_of_ones_own(clone):
-    words = "--env-id my_env:Recall-v0 --num-envs 32 --num-steps 20 --minibatch-size 320 --no-compile"
+    words = (
+        "--env-id my_env:Recall-v0 --num-envs 32 --num-steps 20 --minibatch-size 320 --no-compile"
+    )
     words += " --hidden-size 32 --ent-coef 0.01 --total-timesteps 100_000 --device cpu"
     output_of("ppo_lstm_puffer.py", words.split())
     (run,) = pathlib.Path("runs").glob("my_env-Recall*")

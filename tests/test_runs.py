@@ -205,7 +205,7 @@ def test_resumed_state_is_the_saved_one_but_for_what_flags_say(tmp_path, optimiz
     with contextlib.closing(ppo.make_envs(args, 1)) as envs:
         agent = ppo.Agent(envs.observation_space, envs.action_space, args)
         optimizers = ppo.make_optimizers(agent, args)
-        ppo.Run(args, envs, resumed).restore(agent, optimizers)
+        ppo.Run(args, envs, resumed).begin(agent, optimizers)
     states = [one.state_dict()["state"] for one in optimizers]
     saved = (resumed["model"], resumed["optimizers"])
     torch.testing.assert_close((agent.state_dict(), states), saved, rtol=0, atol=0)
