@@ -52,6 +52,13 @@ def say_once(say: Callable, text: str):
     say(text)
 
 
+def tell_of_size(observations, say: Callable):
+    """Of a batch's, where they take half a GB or more."""
+    if observations.nbytes > 5e8:
+        size = f"{observations.nbytes / 1e9:.1f} GB (--num-envs x --num-steps)"
+        say(f"a batch of observations takes {size}")
+
+
 def tell_of_clipping(rewards, say: Callable):
     """That rewards are beyond what --clip-rewards, the default, leaves of them."""
     if rewards.abs().max() > 1:

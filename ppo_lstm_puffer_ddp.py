@@ -487,6 +487,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     space = envs.observation_space
     dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=dtype)
+    adapters.tell_of_size(observations, say)
     dtype = torch.float32 if agent.continuous else torch.int64
     actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=dtype)
     arrived = zeros(3, T + 1, N)  # with o_t: dones, valid, and the reward of step t - 1
@@ -578,6 +579,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
                     envs.send(actions[t, rows].cpu().numpy())
         rewards.copy_(raw_rewards[1:])
         if args.clip_rewards and not args.norm_rewards:
+            adapters.tell_of_clipping(rewards, say)
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # at t = 0, discounted[-1] is the last of the segment before
@@ -658,10 +660,6 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
         adapters.pin_observations(envs.vecenv)
     say(f"{args.device}, {torch.get_num_threads()} threads, {args.precision}")
-    space = envs.observation_space
-    size = (args.num_steps + 1) * envs.num_agents * math.prod(space.shape) * space.dtype.itemsize
-    if size > 5e8:
-        say(f"a batch of observations takes {size / 1e9:.1f} GB (--num-envs x --num-steps)")
     if args.compile:
         say("compiling: up to a minute at the first start, later some seconds")
         warnings.filterwarnings("ignore", module="torch._inductor")  # that there is no Python.h
@@ -1031,6 +1029,8 @@ class Run(contextlib.AbstractContextManager):
             self.write({"exit_reason": reason})
             self.writer.close()
         except OSError as full:  # the checkpoint before is whole
+            if kind is None:
+                raise
             say(f"warning: {full}")
         if self.args.track:
             sys.modules["wandb"].finish()

@@ -940,6 +940,8 @@ class Run(contextlib.AbstractContextManager):
             self.write({"exit_reason": reason})
             self.writer.close()
         except OSError as full:  # the checkpoint before is whole
+            if kind is None:
+                raise
             say(f"warning: {full}")
         if self.args.track:
             sys.modules["wandb"].finish()

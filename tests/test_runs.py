@@ -446,13 +446,17 @@ def disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("every", ["1", "1_000_000"], ids=["checkpoints", "logs"])
-def test_full_disk_ends_the_run_and_leaves_its_last_checkpoint_whole(disk, tmp_path, every):
+@pytest.mark.parametrize(
+    ("every", "total"),
+    [("1", LONG[1]), ("1_000_000", LONG[1]), ("1_000_000", 3 * STEPS)],
+    ids=["checkpoints", "logs", "at the end"],
+)
+def test_full_disk_ends_the_run_and_leaves_its_last_checkpoint_whole(disk, tmp_path, every, total):
     run = succeed("--total-timesteps", 2 * STEPS, cwd=tmp_path)
     room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     filler = disk / "filler"
     filler.write_bytes(bytes(max(0, room - (2**18 if every == "1" else 2**16))))
-    arguments = ["--resume", run, *LONG[:2], "--checkpoint-interval", every]
+    arguments = ["--resume", run, "--total-timesteps", total, "--checkpoint-interval", every]
     result = run_script(*arguments, cwd=tmp_path, timeout=100)
     assert result.returncode == 1 and "No space left" in result.stderr
     last = checkpoint(run)["iteration"]
