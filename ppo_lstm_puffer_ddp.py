@@ -668,7 +668,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
             torch.compile(lambda x: x + 1)(torch.zeros(8, device=args.device))
         except Exception as error:  # no g++, no Python.h, a cache that cannot be used
             return say(f"warning: compiling fails here, so --no-compile: {error!r:.200}")
-        for name in COMPILED:
+        for name in COMPILED:  # decorators would cost --help and the tools two seconds
             globals()[name] = torch.compile(globals()[name], dynamic=False)
 
 

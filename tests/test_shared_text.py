@@ -62,7 +62,7 @@ def packed(tree: ast.AST) -> list[int]:
     return sorted(found)
 
 
-GLOBS = ("*.py", "envs/*.py", "tools/*.py", "benchmark/**/*.py")
+GLOBS = ("*.py", "envs/*.py", "tools/*.py", "benchmark/**/*.py", "tests/**/*.py")
 READ = sorted({str(path.relative_to(ROOT)) for glob in GLOBS for path in ROOT.glob(glob)})
 
 

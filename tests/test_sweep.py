@@ -332,7 +332,8 @@ def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
     words = toy_command("--num-trials", 5, "--confirm-seeds", 2, "--workers", 2, "--", "--lucky=2")
     finish(words, toy)
     trials = load(toy).trials
-    first, again = trials[:5], trials[5:]
+    first = trials[:5]
+    again = trials[5:]
     best = sorted(first, key=lambda trial: -trial.value)[:3]
     assert best[0].number == 1 and best[0].value > 100
     xs = [trial.params["x"] for trial in best]
