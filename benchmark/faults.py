@@ -2,6 +2,7 @@
 
     python benchmark/faults.py script --count 20
     python benchmark/faults.py workers ddp
+    python benchmark/faults.py first --count 10  # killed while they compile; a minute each
 
 Kills are chained: each start goes on where the last one was killed. Afterwards
 
@@ -69,6 +70,7 @@ class Script:
     launcher = ""
     script = "ppo_lstm_puffer.py"
     words = f"--env-id cartpole {SIZES}"
+    environment = {}  # noqa: RUF012
     victims = (("script", ANY),)  # and the signals that they get
     traceback = r"Traceback \(most recent call last\)"  # one of ours
 
@@ -89,7 +91,7 @@ class Script:
         self.starts += 1
         self.began = time.time()
         self.output = self.work / f"output{self.starts}"
-        env = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        env = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"} | self.environment
         options = {"cwd": self.work, "env": env, "start_new_session": True}
         with self.output.open("w") as file:
             options |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
@@ -110,13 +112,16 @@ class Script:
         return [psutil.Process(self.process.pid)]
 
     def fault(self, rng: random.Random) -> dict:
-        """Starts it and kills it, while it starts or trains."""
+        return self.start_and_kill(rng, early=rng.random() < 0.3)
+
+    def start_and_kill(self, rng: random.Random, early: bool) -> dict:
+        """early: while it starts; else while it trains."""
         target, signals = rng.choice(self.victims)
         signum = rng.choice(signals)
         record = {"target": target, "signal": Signals(signum).name}
         self.start()
         try:
-            if rng.random() < 0.3:
+            if early:
                 time.sleep(rng.random() * self.startup)
             else:
                 wait_until(lambda: self.parts() or self.over())
@@ -182,6 +187,20 @@ class Script:
         return losses
 
 
+class First(Script):
+    """A first start, which has everything to compile, and a second, which finds what that left."""
+
+    words = Script.words.replace("--no-compile", "--compile")
+
+    def fault(self, rng: random.Random) -> dict:
+        self.environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.work / f"cache{self.starts}")}
+        self.startup = 25.0
+        first = self.start_and_kill(rng, early=True)
+        again = self.start_and_kill(rng, early=False)
+        losses = first["losses"] + again["losses"]
+        return first | again | {"first": first.get("seconds"), "losses": losses}
+
+
 class Workers(Script):
     """With two environment workers, which leave signals to their parent."""
 
@@ -226,7 +245,7 @@ class Ranks(Script):
         return self.settle({-SIGKILL})
 
 
-KINDS = {"script": Script, "workers": Workers, "ddp": Ranks}
+KINDS = {"script": Script, "first": First, "workers": Workers, "ddp": Ranks}
 
 
 def main() -> int:
