@@ -53,7 +53,7 @@ def say_once(say: Callable, text: str):
 
 
 def tell_of_size(observations, say: Callable):
-    """Of a batch's, where they take half a GB or more."""
+    """Says how many bytes a batch of them takes, from half a GB on."""
     if observations.nbytes > 5e8:
         size = f"{observations.nbytes / 1e9:.1f} GB (--num-envs x --num-steps)"
         say(f"a batch of observations takes {size}")
@@ -237,14 +237,17 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 # Actions ------------------------------------------------------------------------------------------
 
 
-def remark_on_bounds(low: np.ndarray, high: np.ndarray, remark: Callable):
-    """The policy begins with a mean of 0 and a deviation of 1: is that in the Box, and all of it?"""
-    width = high - low
-    narrow_or_wide = (width < 0.1) | ((width > 20) & np.isfinite(width))
-    for i in np.flatnonzero((low > 1) | (high < -1) | narrow_or_wide)[:1]:
+def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Callable):
+    """The policy begins at 0 with a deviation of 1: a Box should be there, and not much wider."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        width = high - low
+    unlike = ((width < 0.1) & (width > 0)) | ((width > 20) & np.isfinite(width))
+    for i in np.flatnonzero(unlike | (low > 1) | (high < -1))[:1]:
+        rescales = space.dtype.kind == "f" and space.is_bounded()
+        wrapper = "RescaleAction(env, -1, 1)" if rescales else "TransformAction"
         remark(
             f"action: a Box from {low[i]:g} to {high[i]:g}, but the policy begins at 0 with a "
-            "deviation of 1; gymnasium.wrappers.RescaleAction(env, -1, 1) makes it fit"
+            f"deviation of 1; gymnasium.wrappers.{wrapper} makes it fit"
         )
 
 
@@ -261,7 +264,7 @@ def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callabl
     with np.errstate(over="ignore"):  # a float64's bound may be no float32
         low = space.low.ravel().astype(np.float32)
         high = space.high.ravel().astype(np.float32)
-        remark_on_bounds(low, high, remark)
+    remark_on_bounds(space, low, high, remark)
 
     def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
         own = numbers.reshape(-1, *space.shape)
@@ -345,7 +348,7 @@ def begin(env, seed: dict) -> tuple:
     try:
         return parts(env.reset(**seed), *RESET)
     except TypeError as error:
-        unfit = r"reset\(\) (got an unexpected keyword argument '(seed|options)'|missing .*'seed')"
+        unfit = r"reset\(\) (got an unexpected keyword argument '(seed|options)'|missing .*'(seed|options)')"
         if re.search(unfit, str(error)):
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
@@ -436,9 +439,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             raise APIUsageError("one object is given as several environments; make a new one")
         self.envs.append(env)
         (seen, _, columns), _ = self.flat_spaces(self.said_already)
-        actions = self.spaces(env)[1], self.spaces(self.envs[0])[1]
         if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
+        actions = self.spaces(env)[1], self.spaces(self.envs[0])[1]
         self.agents = agents  # rows are in the order of the first one's
         places = [{name: part[0] for name, part in c.items()} for c in (columns, self.columns)]
         observed = (seen, self.single_observation_space)
@@ -630,10 +633,10 @@ class PettingZooEnvs(AdaptedEnvs):
         for what, named in zip(("rewards", "terminations", "truncations"), result[1:4]):
             self.check_names(what, named, there)
         ended = set()
-        yet_to_come = {*env.agents} - {*observations} - seen_before - self.ended[i]
+        absent = {*playing} - {*observations} - seen_before - self.ended[i]
         for agent in playing:
-            if agent in yet_to_come:
-                continue
+            if agent in absent and not (terminations.get(agent) or truncations.get(agent)):
+                continue  # it has not come yet
             row = rows[agent]
             self.reward(row, rewards.get(agent, 0.0))
             if not self.end(row, terminations.get(agent), truncations.get(agent)):
@@ -650,8 +653,7 @@ class PettingZooEnvs(AdaptedEnvs):
             if isinstance(agent_infos, Mapping) and not again:
                 infos.append(dict(numbers_in(agent_infos.get(agent))))
         self.ended[i] = ended
-        nobody = not self.masks[[*rows.values()]].any()  # those to come will never
-        self.over[i] = ended.issuperset(env.agents) or nobody
+        self.over[i] = ended.issuperset(env.agents)
 
 
 # Arguments ----------------------------------------------------------------------------------------

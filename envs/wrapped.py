@@ -14,7 +14,7 @@ def grid(name, **kwargs):
 
     env = ImgObsWrapper(OneHotPartialObsWrapper(gym.make(name, **kwargs)))
     shape = env.observation_space.shape
-    env.observation_space = gym.spaces.Box(0, 1, shape, np.uint8)  # it says up to 255: pixels
+    env.observation_space = gym.spaces.Box(0, 1, shape, np.uint8)  # 255 would be pixels
     return env
 
 
