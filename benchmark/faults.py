@@ -130,6 +130,7 @@ class Script:
             wait_until(lambda: self.over() or bool(self.processes(target)))
             self.trained = len(self.parts())
             record["trains"] = self.trained > 0
+            record["after"] = round(time.time() - self.began, 1)
             sent = time.monotonic()
             self.processes(target)[-1].send_signal(signum)
             losses = self.after(target, signum, early=not record["trains"])
