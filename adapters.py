@@ -54,9 +54,9 @@ def say_once(say: Callable, text: str):
 
 def tell_of_size(observations, say: Callable):
     """Says how many bytes a batch of them takes, from half a GB on."""
-    if observations.nbytes > 5e8:
-        size = f"{observations.nbytes / 1e9:.1f} GB (--num-envs x --num-steps)"
-        say(f"a batch of observations takes {size}")
+    gigabytes = observations.nbytes / 1e9
+    if gigabytes > 0.5:
+        say(f"a batch of observations takes {gigabytes:.1f} GB (--num-envs x --num-steps)")
 
 
 def tell_of_clipping(rewards, say: Callable):
@@ -348,7 +348,7 @@ def begin(env, seed: dict) -> tuple:
     try:
         return parts(env.reset(**seed), *RESET)
     except TypeError as error:
-        unfit = r"reset\(\) (got an unexpected keyword argument '(seed|options)'|missing .*'(seed|options)')"
+        unfit = r"reset\(\) (got an unexpected keyword argument|missing .*) '(seed|options)'"
         if re.search(unfit, str(error)):
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
@@ -409,7 +409,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
         try:
-            observed, acted = self.flat_spaces(say if buf is None else self.said_already)
+            remark = say if buf is None else self.said_already
+            observed, acted, self.own_action_space = self.flat_spaces(remark)
             self.single_observation_space, self.write, self.columns = observed
             self.single_action_space, self.own_actions = acted
             self.num_agents = num_envs * len(self.agents)
@@ -423,13 +424,15 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     def said_already(self, text: str):
         pass
 
-    def flat_spaces(self, remark: Callable) -> tuple[tuple, tuple]:
-        """What `flat_observations` and `flat_actions` make of the newest environment's spaces."""
+    def flat_spaces(self, remark: Callable) -> tuple[tuple, tuple, gym.Space]:
+        """What `flat_observations` and `flat_actions` make of the newest environment's spaces, and
+        its own action space."""
         observation_space, action_space = self.spaces(self.envs[-1])
         for space in observation_space, action_space:
             if not isinstance(space, gym.Space):
                 raise APIUsageError(f"its space {space!r:.80} is none of Gymnasium's")
-        return flat_observations(observation_space, remark), flat_actions(action_space, remark)
+        observed = flat_observations(observation_space, remark)
+        return observed, flat_actions(action_space, remark), action_space
 
     def add_one(self):
         """One more environment. It must be another one, with the spaces of the first."""
@@ -438,14 +441,13 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         if getattr(env, "unwrapped", env) is getattr(self.envs[0], "unwrapped", self.envs[0]):
             raise APIUsageError("one object is given as several environments; make a new one")
         self.envs.append(env)
-        (seen, _, columns), _ = self.flat_spaces(self.said_already)
+        (seen, _, columns), _, own_action_space = self.flat_spaces(self.said_already)
         if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
-        actions = self.spaces(env)[1], self.spaces(self.envs[0])[1]
         self.agents = agents  # rows are in the order of the first one's
         places = [{name: part[0] for name, part in c.items()} for c in (columns, self.columns)]
         observed = (seen, self.single_observation_space)
-        for one, first in observed, places, actions:
+        for one, first in observed, places, (own_action_space, self.own_action_space):
             if one != first:
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
 
