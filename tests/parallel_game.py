@@ -9,13 +9,14 @@ class ParallelGame(ParallelEnv):
     """Each agent sees a bit and its own number; reward 1 for naming the bit.
 
     An agent ends after `shortest` to `longest` steps, drawn for it at every reset: at the longest it is truncated,
-    before that terminated.
+    before that terminated. The last `absent` agents are never there.
     """
 
     metadata = {"name": "parallel_game", "render_modes": []}  # noqa: RUF012
     render_mode = None
 
-    def __init__(self, shortest: int = 2, longest: int = 6):
+    def __init__(self, shortest: int = 2, longest: int = 6, absent: int = 0):
+        self.absent = absent
         self.shortest = shortest
         self.longest = longest
         self.possible_agents = ["a", "b", "c"]
@@ -39,7 +40,7 @@ class ParallelGame(ParallelEnv):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.t = 0
-        self.agents = list(self.possible_agents)
+        self.agents = self.possible_agents[: 3 - self.absent]
         lengths = self.rng.integers(self.shortest, self.longest + 1, len(self.agents)).tolist()
         self.lengths = dict(zip(self.agents, lengths))
         return self.observe(), {agent: {} for agent in self.agents}

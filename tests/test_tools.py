@@ -23,7 +23,9 @@ from envs.probes import Episode
 sys.path.insert(0, str(ROOT / "tools"))
 
 import common
+import environments
 import export
+import parallel_game
 import play
 import repeat
 import watch
@@ -129,6 +131,13 @@ def trained_of(run) -> common.Trained:
     return trained
 
 
+def weights_of(observation_space, action_space, path):
+    """Of a new agent, 8 wide."""
+    script = common.import_script(SCRIPT)
+    args = script.Args(hidden_size=8, precision="float32")
+    torch.save(script.Agent(observation_space, action_space, args).state_dict(), path)
+
+
 # tools/play.py
 
 
@@ -151,10 +160,7 @@ def test_process_plays_the_newest_run_and_prints_json(run):
 @pytest.fixture
 def painted(tmp_path):
     """An agent of Painted's, in painted.pt."""
-    script = common.import_script(SCRIPT)
-    args = script.Args(hidden_size=8, precision="float32")
-    agent = script.Agent(Painted.observation_space, Painted.action_space, args)
-    torch.save(agent.state_dict(), tmp_path / "painted.pt")
+    weights_of(Painted.observation_space, Painted.action_space, tmp_path / "painted.pt")
 
 
 def test_each_agent_plays_its_first_episodes(painted, played, monkeypatch):
@@ -223,6 +229,27 @@ def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
     assert cut["episodes"] == 16 and cut["episodic_return"]["mean"] > 0
 
 
+def test_an_agent_that_never_comes_is_not_waited_for(played, tmp_path):
+    game = parallel_game.ParallelGame()
+    weights_of(game.observation_space("a"), game.action_space("a"), tmp_path / "game.pt")
+    words = ["game.pt", "--env-id", "tests.parallel_game", "--hidden-size", 8]
+    words += ["--env.absent", 1, "--num-envs", 1, "--max-steps", 30]
+    assert played(*words, "--episodes", 6)["episodes"] == 4  # those of two agents
+
+
+def test_the_newest_checkpoint_and_copy_play_with_the_numbers_that_training_reads(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    older = copy / "model_cartpole_000004.pt"
+    shutil.copy(older, copy / "model_cartpole-before-a-resume_000004.pt")
+    (copy / "a.py").write_text("raise SystemExit('of an older start')")
+    os.utime(copy / "a.py", (0, 0))
+    with (copy / "config.yaml").open("a") as file:
+        file.write("env: {level: 010, size: 1e1}\n")
+    trained = common.Trained(play.Options(str(copy)), [])
+    assert trained.path.name == "model_cartpole_000008.pt"
+    assert trained.args.env == {"level": "010", "size": 10.0}
+
+
 def test_gif_of_breakout_and_of_a_gymnasium_environment(painted, played, tmp_path):
     size = pathlib.Path(BREAKOUT[0]).stat().st_size
     (tmp_path / "zeros.bin").write_bytes(bytes(size))  # it stands still, and the balls are lost
@@ -271,6 +298,11 @@ def test_watch_shows_a_run_that_is_on(tmp_path, call):
     assert "score: 3 to 3" in out, "the newest value, though its row is not the last"
 
 
+def test_watch_shows_an_error_as_it_is(tmp_path, call):
+    error = "RuntimeError: no [wall], nor [/wall]"
+    assert error in call(watch, screen(tmp_path / "[/x]", [{"exit_reason": error}]))[1]
+
+
 def test_watch_follows_a_run_until_it_ends(tmp_path, call, monkeypatch):
     run = screen(tmp_path / "live", [ROW])
     end = 'ation": 10, "time": 20, "exit_reason": "time_limit"}\n'
@@ -300,6 +332,16 @@ def test_bin_and_pufferlibs_pt_play_the_same(run, call, played):
     paths = run / "model_cartpole_000008.pt", "flat.bin", "weights.pt"
     scores = [played(path, *words)["episodic_return"] for path in paths]
     assert scores[0] == scores[1] == scores[2]
+
+
+def test_bin_of_convolutions_has_their_weights_in_order(call, tmp_path):
+    weights_of(environments.Image.observation_space, gym.spaces.Discrete(2), tmp_path / "a.pt")
+    words = ["--env-id", "tests.environments:Image-v0", "--hidden-size", 8, "--out"]
+    for source, out in ("a.pt", "b.bin"), ("b.bin", "c.pt"):
+        code, _, err = call(export, source, *words, out)
+        assert code == 0, err
+    before, after = (torch.load(tmp_path / name) for name in ("a.pt", "c.pt"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_onnx_gives_the_logits_of_torch(normalized, call, refused):
@@ -355,6 +397,7 @@ def test_foreign_weights_are_refused(refused, tmp_path, name, suffix):
         (watch, "RUN --svg no/such/folder.svg", "--svg no/such/folder.svg"),
         (export, "RUN --out policy.zip", "--out policy.zip .bin .onnx .pt"),
         (export, "RUN --out no/such/folder.bin", "--out no/such/folder.bin"),
+        (export, "RUN --out folder.bin", "--out folder.bin: directory"),
         (repeat, ".", "no logged row"),
     ],
 )
@@ -362,6 +405,7 @@ def test_wrong_argument_is_named(run, refused, monkeypatch, tmp_path, tool, argu
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "folder.bin").mkdir()
     line = refused(tool, *(run if word == "RUN" else word for word in arguments.split()))
     assert [name for name in named.split() if name not in line] == [], line
 

@@ -58,10 +58,10 @@ def find_run(path: str, output_dir: str, holds: str) -> pathlib.Path:
     return pathlib.Path(path)
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
+def read_config(folder: pathlib.Path, loader=yaml.SafeLoader) -> dict[str, Any]:
     """The arguments of a run."""
     try:
-        return dict(yaml.safe_load((folder / "config.yaml").read_bytes()))
+        return dict(yaml.load((folder / "config.yaml").read_bytes(), loader))
     except Exception as error:  # not only YAMLError: 2001-99-99 is a ValueError
         fail(f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})")
 
@@ -100,15 +100,17 @@ class Trained:
         config = {"precision": "float32"}
         script = ROOT / "ppo_lstm_puffer.py"
         if self.path.is_dir() or (folder / "config.yaml").exists():
-            config = read_config(folder)
-            script = next(folder.glob("*.py"), script)
+            from pufferlib import adapters  # here: the dashboard does without torch
+
+            config = read_config(folder, adapters.Loader)  # as --config reads it
+            script = max(folder.glob("*.py"), key=os.path.getmtime, default=script)
         self.script = import_script(pathlib.Path(source.script or script))
         if self.path.is_dir():
-            models = sorted(folder.glob("model_*.pt"), key=lambda model: (len(model.name), model))
+            models = list(folder.glob("model_*.pt"))
             if not models:
                 fail(f"{folder}: no model_*.pt here")
-            self.path = models[-1]  # names end in the iteration
-        config["auto"] = {"precision"} & {*config.get("auto", [])}  # by this machine, not by that
+            self.path = max(models, key=lambda model: int(model.stem.rpartition("_")[2]))
+        config["auto"] = {"precision"} & {*(config.get("auto") or ())}  # by this machine
         config |= {"device": "cpu", "num_workers": 0, "cuda_graphs": False}
         known = {field.name for field in dataclasses.fields(self.script.Args)}
         known -= {"num_steps", "minibatch_size", "max_minibatch_size"}  # may need several ranks

@@ -120,13 +120,18 @@ def export(options: Options, flags: list[str]) -> int:
     if out.suffix == ".onnx":
         content, line = to_onnx(trained)
     elif out.suffix == ".bin":
-        content = torch.nn.utils.parameters_to_vector(parameters).detach().numpy().tobytes()
+        # Not parameters_to_vector: the convolutions' memory is in another order.
+        content = b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
     else:
         content = to_pufferlib(trained)
     trained.envs.close()
     temporary = out.with_name(f"{out.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, out)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        fail(f"--out {out}: {error.strerror}")
     total = sum(parameter.numel() for parameter in parameters)
     print(f"{out}: {total:,} parameters of {trained.path}{line}")
     return 0

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from common import Source, Trained, fail, main
 from PIL import Image, ImageDraw, ImageFont
+from pufferlib import adapters
 
 
 @dataclass
@@ -59,6 +60,7 @@ def play(
     n = envs.num_agents
     quota = options.episodes // n + (np.arange(n) < options.episodes % n)
     counts = np.zeros(n, int)
+    idle = np.zeros(n)  # steps since the agent was last there
     h, c = torch.zeros((2, n, args.hidden_size), device=args.device)
     weight, bias = agent.lstm_weights()
     envs.reset()
@@ -72,6 +74,8 @@ def play(
         too_long = (envs.lengths / repeat > options.max_steps) & (counts < quota)
         finished += zip(envs.returns[too_long].tolist(), (envs.lengths[too_long] / repeat).tolist())
         counts[too_long] = quota[too_long]
+        idle = np.where(envs.ended, idle + 1, 0)
+        counts[idle / repeat > options.max_steps] = options.episodes  # it never comes
         # Some C environments log episodes without ever flagging an end.
         logged = sum(count for count, _ in envs.logs.get("n", ()))
         enough = (counts >= quota).all() or (not finished and logged >= options.episodes)
@@ -145,9 +149,12 @@ def run(options: Options, flags: list[str]) -> int:
         values, weights = np.array(pairs, float).T
         result["env"][name] = np.average(values, weights=weights + 1e-9)
     trained.envs.close()
-    if film:
-        print(film.save(options.gif), file=sys.stderr)
     print(json.dumps(result))
+    if film:
+        try:
+            print(film.save(options.gif), file=sys.stderr)
+        except OSError as error:
+            fail(f"--gif {options.gif}: {error.strerror}")
     return code
 
 
@@ -223,7 +230,7 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         return Film(np.copy, lambda frame: draw_breakout(frame, game), fps=60), game["frameskip"]
     make_rendered(trained, "rgb_array")
     environment = trained.envs.vecenv.driver_env
-    if not trained.envs.resets_late:  # a C environment: render() would open a window
+    if not isinstance(environment, adapters.AdaptedEnvs):  # C's render() would open a window
         hint = "xvfb-run python tools/play.py RUN --render, and a screen recorder"
         fail(f"--gif {path}: {args.env_id} draws in a window only; use {hint}")
 

@@ -52,12 +52,12 @@ def difference(before: dict, now: dict) -> str:
 
 def repeat(options: Options) -> int:
     folder = find_run(options.run, options.output_dir, "metrics.jsonl")
-    scripts = list(folder.glob("*.py"))
+    script = max(folder.glob("*.py"), key=os.path.getmtime, default=None)
     rows = rows_of(folder)
     if rows and read_rows(folder)[-1].get("exit_reason", "completed") != "completed":
         rows.pop()  # logged where it was ended: one that goes on has no such row
-    if not scripts or not rows:
-        what = "logged row" if scripts else "copy of the script"
+    if not script or not rows:
+        what = "logged row" if script else "copy of the script"
         fail(f"{folder}: no {what} here, so nothing to repeat")
     last = math.inf if options.steps is None else options.steps
     before = [row for row in rows if row["step"] <= last] or rows[:1]
@@ -65,7 +65,7 @@ def repeat(options: Options) -> int:
     paths = [os.getcwd(), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory() as temporary:
-        words = [sys.executable, *shlex.split(options.launcher), str(scripts[0])]
+        words = [sys.executable, *shlex.split(options.launcher), str(script)]
         words += ["--config", f"{folder}/config.yaml", "--output-dir", temporary, "--no-track"]
         words += ["--time-limit", "inf"]  # it ends with the rows
         process = subprocess.Popen(words, env=environment, stdout=sys.stderr)

@@ -89,8 +89,8 @@ def state_of(config: dict, row: dict, folder: pathlib.Path) -> str:
     """Why it ended, or how long it goes on, and whether it has stopped to write."""
     if "exit_reason" in row:
         return row["exit_reason"]
-    left = max(config["total_timesteps"] - row["step"], 0) / max(row["sps"], 1e-9)
-    limit = config.get("time_limit", math.inf) - row["time"]
+    left = max(float(config["total_timesteps"]) - row["step"], 0) / max(row["sps"], 1e-9)
+    limit = float(config.get("time_limit", math.inf)) - row["time"]
     if limit > 0:  # else it is counted from a resume
         left = min(left, limit)
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
@@ -99,14 +99,17 @@ def state_of(config: dict, row: dict, folder: pathlib.Path) -> str:
 
 def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) -> Panel:
     row = {key: value for one in rows for key, value in one.items()}  # the newest of each
-    titles = {"title": f"{config['exp_name']} · {config['env_id']}", "subtitle": folder.name}
+    titles = {
+        "title": Text(f"{config['exp_name']} · {config['env_id']}"),  # Text: no markup
+        "subtitle": Text(folder.name),
+    }
     if "sps" not in row:
-        return Panel(row.get("exit_reason", "nothing logged yet"), **titles)
+        return Panel(Text(row.get("exit_reason", "nothing logged yet")), **titles)
 
     def of(prefix: str) -> dict:
         return {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
 
-    total = config["total_timesteps"]
+    total = int(float(config["total_timesteps"]))  # 1e8 is a text to YAML
     episodes = {key: row[key] for key in row if key.startswith("episodic")} | of("env/")
     sections = {
         "run": {
