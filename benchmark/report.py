@@ -205,14 +205,15 @@ def learning_section(cells: list[dict]) -> str:
     if len(environments) > 1 and {"ours", "pufferl"} <= {cell["name"] for cell in cells}:
         text += f"\n{against_pufferl(environments)}"
     for env_id, runs in environments.items():
+        games = runs[0].get("games") or 128
         measures = {
             "score at the end": last_score,
             "million steps": lambda cell: cell["curve"]["step"][-1] / 1e6,
-            "return with its most likely actions, 128 games": played_return,
+            f"return with its most likely actions, {games} games": played_return,
             "seconds from the command to its end": lambda cell: cell["wall_seconds"],
         }
         if solved := max(cell.get("solved") or 0 for cell in runs):
-            what = f"to the first checkpoint that plays {solved} in 128 games"
+            what = f"to the first checkpoint that plays {solved} in {games} games"
             measures[f"seconds {what}"] = functools.partial(solved_after, key="seconds")
             measures[f"steps {what}"] = functools.partial(solved_after, key="step")
         for score in SCORES.get(env_id, ()):
@@ -292,7 +293,10 @@ def task_scores(cells: list[dict], published: dict) -> tuple[dict, dict]:
     bounds = {}
     for env_id, runs in group_by(cells, "env_id").items():
         names = group_by(runs, "name")
-        row = {name: [score(cell) for cell in names[name]] for name in programs}
+        row = {}
+        for name in programs:
+            known_scores = [score(cell) for cell in names[name]]
+            row[name] = [one for one in known_scores if one is not None]  # its games may not end
         known = published.get(env_id, {})
         scores[env_id] = row | {who: [known[who]] if who in known else [] for who in others}
         best = max(np.mean(some) for some in scores[env_id].values() if some)
@@ -368,7 +372,11 @@ def provenance(cells: list[dict]) -> str:
     ]
     text = f"{table(['', ''], rows)}\nThe commands, in the repository's folder; "
     text += "DIR is where the metrics go.\n\n```\n"
-    for (group, name, env_id), some in group_by(cells, "group", "name", "env_id").items():
+    alike = defaultdict(list)
+    for cell in cells:
+        words = shlex.join(cell["command"]).replace(f"--seed {cell['seed']} ", "")
+        alike[cell["group"], cell["name"], cell["env_id"], str(cell["cores"]), words].append(cell)
+    for (group, name, env_id, *_), some in alike.items():
         one = some[0]
         seeds = ", ".join(map(str, sorted(cell["seed"] for cell in some)))
         cores = ", ".join(map(str, one["cores"])) + "; empty compile cache" * one["cold"]
@@ -394,13 +402,14 @@ def save(figure, path: pathlib.Path):
 
 
 def plot_speed(cells: list[dict], path: pathlib.Path):
-    groups = group_by([cell for cell in cells if cell["sps_steady"]], "group")
+    groups = group_by([cell for cell in cells if cell["sps_steady"]], "group", "env_id")
     columns = min(2, len(groups))
     rows = math.ceil(len(groups) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 2.6 * rows), squeeze=False)
     for axis in axes.flat[len(groups) :]:
         axis.axis("off")
-    for axis, (group, runs) in zip(axes.flat, groups.items()):
+    several = len(groups) > len({group for group, _ in groups})
+    for axis, ((group, env_id), runs) in zip(axes.flat, groups.items()):
         names = group_by(runs, "name")
         for row, (name, some) in enumerate(names.items()):
             speeds = np.array([cell["sps_steady"] / 1000 for cell in some])
@@ -408,7 +417,8 @@ def plot_speed(cells: list[dict], path: pathlib.Path):
             heights = np.linspace(row - 0.15, row + 0.15, len(speeds))
             axis.plot(speeds, heights, "o", color=color(name, row), markersize=4)
             axis.text(speeds.max(), row, f"   {np.median(speeds):,.1f}", va="center")
-        axis.set(yticks=range(len(names)), yticklabels=[*map(label, names)], title=group)
+        axis.set(yticks=range(len(names)), yticklabels=[*map(label, names)])
+        axis.set_title(f"{group}: {task_name(env_id)}" if several else group)
         axis.set_xlabel("thousand steps/s (bar: median; dots: runs)")
         axis.set_xlim(0, 1.2 * axis.get_xlim()[1])
         axis.invert_yaxis()

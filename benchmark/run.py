@@ -46,6 +46,7 @@ import pathlib
 import platform
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -110,8 +111,8 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
         cell["program"] = program["program"]
         cell["environment"] = {key: str(value) for key, value in program.get("env", {}).items()}
         cell["cores"] = program.get("cores", cores)
-        if not set(cell["cores"]) <= set(range(os.cpu_count())):
-            raise ValueError(f"cores {cell['cores']}: this machine has {os.cpu_count()}")
+        if not set(cell["cores"]) <= os.sched_getaffinity(0):
+            raise ValueError(f"cores {cell['cores']}: here are {sorted(os.sched_getaffinity(0))}")
         for seed in program.get("seeds", group.get("seeds", [1])):
             words = command(group, program, env_id, seed)
             cells.append(cell | {"seed": seed, "command": words})
@@ -155,19 +156,26 @@ def read_cells(folder: pathlib.Path) -> dict[tuple, dict]:
     if not (folder / "cells.jsonl").exists():
         return {}
     with cells_file(folder) as file:
-        cells = [json.loads(line) for line in file.readall().splitlines()]
+        cells = [json.loads(line) for line in whole_lines(file)]
     return {WHICH(cell): cell for cell in cells}
+
+
+def whole_lines(file) -> list[bytes]:
+    """Without a last one of which a full disk or a kill left a part."""
+    return [line for line in file.readall().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def store(cell: dict, folder: pathlib.Path):
     with cells_file(folder) as file:
+        file.truncate(sum(map(len, whole_lines(file))))
         file.write(f"{json.dumps(cell)}\n".encode())
 
 
-def forget(groups: set[str], folder: pathlib.Path):
+def forget(cells: list[dict], folder: pathlib.Path):
+    """Drops what is stored of the same groups and programs."""
+    of = operator.itemgetter("group", "program")
     with cells_file(folder) as file:
-        lines = file.readall().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["group"] not in groups]
+        kept = [line for line in whole_lines(file) if of(json.loads(line)) not in map(of, cells)]
         file.truncate(0)
         file.write(b"".join(kept))
 
@@ -190,7 +198,7 @@ def start(cell: dict, folder: str, log) -> psutil.Popen:
     if words[1].endswith(".patch"):
         copy = f"{folder}-{pathlib.Path(words[1]).stem}.py"
         patch = ["patch", "-s", "-o", copy, ROOT / PROGRAMS["ours"], ROOT / words[1]]
-        subprocess.run(patch, check=True)
+        subprocess.run(patch, check=True, stdout=log, stderr=log)
         words[1] = copy
     options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "start_new_session": True}
     ours = os.sched_getaffinity(0)
@@ -263,19 +271,21 @@ def measure(cell: dict) -> dict:
         os.mkdir(folder)
         since = time.perf_counter()
         family = set()
-        process = start(cell, folder, log)
+        process = None
         try:
+            process = start(cell, folder, log)
             result |= watch(process, folder, since, cell["timeout"], family)
-        except TimeoutError as timeout:
-            error = str(timeout)
+        except (TimeoutError, OSError, subprocess.CalledProcessError) as failure:
+            error = str(failure)
         finally:
-            stop(process, family)
+            if process:
+                stop(process, family)
         result["wall_seconds"] = time.perf_counter() - since
         output = pathlib.Path(log.name).read_text(errors="replace")
         rows, last = read_rows(folder)
         result = {"versions": VERSIONS} | last | result | from_rows(rows)
         result["hardware"] = hardware(output)
-        if process.returncode:
+        if process and process.returncode:
             error = error or f"exit code {process.returncode}"
         elif not last:
             error = error or "its metrics.jsonl has no last row"
@@ -338,13 +348,17 @@ def steady_speed(times: list[float], steps: list[int]) -> float | None:
 
 
 def from_rows(rows: list[dict], points: int = 400) -> dict:
-    """What is computed alike for every program: its speed, and its curve, thinned to so many
-    points and the last, whose score is the mean one logged, or else the mean return."""
+    """What is computed alike for every program: its speed, and its curve, the first row and about
+    so many points, each with the mean of the scores (or else returns) since the one before."""
     times = [row["time"] for row in rows]
     result = {"sps_steady": steady_speed(times, [row["step"] for row in rows])}
     every = math.ceil(len(rows) / points) or 1
-    kept = [row for i, row in enumerate(rows) if i % every == 0 or row is rows[-1]]
-    kept = [row | {"score": row.get("env/score", row.get("episodic_return"))} for row in kept]
+    parts = [rows[:1], *(rows[i : i + every] for i in range(1, len(rows), every))]
+    kept = []
+    for part in filter(None, parts):
+        scores = [row.get("env/score", row.get("episodic_return")) for row in part]
+        scores = [score for score in scores if score is not None]
+        kept.append(part[-1] | {"score": statistics.fmean(scores) if scores else None})
     result["curve"] = {}
     for key in ("step", "time", "sps", "score"):
         result["curve"][key] = [row.get(key) and round(row[key], 3) for row in kept]
@@ -432,7 +446,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cores = sorted(args.cores or os.sched_getaffinity(0))
     try:
-        groups = {group["name"]: group for group in yaml.safe_load(args.plan.read_text())}
+        plan = yaml.safe_load(args.plan.read_text())
+        groups = {group["name"]: group for group in plan}
+        if len(groups) < len(plan):
+            raise ValueError("two groups have the same name")
         names = args.only or list(groups)
         check("--only", "group", names, groups)
         cells = [cell for name in groups if name in names for cell in expand(groups[name], cores)]
@@ -440,13 +457,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.plan}: {error} is missing")
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         parser.error(f"{args.plan}: {error}")
-    if args.fresh:
-        forget(set(names), args.out)
     for peer in PEERS:
         others = [cell for cell in cells if cell["program"] != peer]
         if len(others) < len(cells) and not (ROOT / f".peers/{peer}").exists():
             print(f"skipped: {peer}, which is not installed; `make benchmark-peers` installs it")
             cells = others
+    if args.fresh:
+        forget(cells, args.out)
     stored = read_cells(args.out)
     todo = [cell for cell in cells if not is_finished(cell, stored)]
     print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, {len(todo)} to run")

@@ -103,6 +103,28 @@ def test_fresh_forgets_its_groups_alone(ran, tmp_path, monkeypatch):
     assert [cell["group"] for cell in run.read_cells(folder).values()] == ["tiny"]
 
 
+def test_fresh_keeps_what_cannot_be_run_again(ran, tmp_path):
+    folder = shutil.copytree(ran / "out", tmp_path / "out")
+    run.forget([{"group": "tiny", "program": "pufferl"}], folder)
+    assert len(run.read_cells(folder)) == 2
+
+
+def test_half_a_line_that_a_kill_left_is_no_cell(ran, cells, tmp_path):
+    folder = shutil.copytree(ran / "out", tmp_path / "out")
+    with (folder / "cells.jsonl").open("a") as file:
+        file.write('{"group": "ti')
+    assert len(run.read_cells(folder)) == 2
+    run.store(cells["ours"] | {"seed": 2}, folder)
+    assert len(run.read_cells(folder)) == 3
+
+
+def test_what_does_not_start_is_a_failed_cell(cells):
+    patch = "recipes/no-such.patch"
+    words = [*cells["ours"]["command"][:1], patch, *cells["ours"]["command"][2:]]
+    cell = run.measure(cells["ours"] | {"command": words})
+    assert cell["status"] == "failed" and "no-such.patch" in cell["output_tail"]
+
+
 def store_many(process: int, folder):
     for seed in range(50):
         text = str(process) * 100_000
@@ -148,7 +170,8 @@ def test_timeout_ends_the_whole_process_group(monkeypatch):
         ("- {name: a, kind: speed, programs: {x: {program: odd}}}", "program odd: must be one"),
         ("- {name: a, kind: speed, sedes: [1], programs: {}}", "key sedes"),
         ("- {kind: speed}", "'name' is missing"),
-        ("- {name: a, kind: speed, programs: {x: {program: ours, cores: [999]}}}", "this machine"),
+        ("- {name: a, kind: speed, programs: {x: {program: ours, cores: [999]}}}", "here are [0"),
+        ("[{name: a, kind: speed, programs: {}}, {name: a}]", "two groups have the same name"),
     ],
 )
 def test_wrong_plan_is_one_clear_line(tmp_path, capsys, text, message):
@@ -256,6 +279,16 @@ def test_the_best_score_is_over_equal_steps_however_often_a_program_logs():
     assert report.best_score(hand_made(step=[30_000, 70_000, 110_000], score=[9, 1, 2])) == 5
 
 
+def test_a_thinned_curve_has_the_means_of_all_scores():
+    """Else the best of a long curve would be the luckiest of single rows."""
+    rows = [{"step": 100 * i, "time": i, "sps": 100} for i in range(1, 1002)]
+    rows = [row | {"env/score": 5 * (row["step"] % 500 == 0)} for row in rows]
+    curve = run.from_rows(rows, points=200)["curve"]
+    assert curve["step"][:2] == [100, 700] and curve["step"][-1] == 100_100
+    assert set(curve["score"][1:-1]) == {0.833, 1.667}
+    assert report.best_score({"curve": curve}) == pytest.approx(1, abs=0.02)
+
+
 def test_interquartile_mean_and_its_interval():
     runs = np.array([[0.0, 0.2, 0.4, 9.0], [0.1, 0.3, 0.5, 0.6]])
     mean = (0.2 + 0.3 + 0.4 + 0.5) / 4  # without 0, 0.1, 0.6 and 9
@@ -309,7 +342,17 @@ def test_tasks_are_compared_with_what_others_published_and_by_games_where_these_
     assert "| RecurrentPPO (SB3-contrib) | 0.525 | - | 1 |" in text
     text = report.tasks_section([cell | {"games": 32} for cell in runs], published)
     assert "The mean of 32 games after training" in text
+    runs.append({key: value for key, value in runs[1].items() if key != "played"})
+    assert report.tasks_section([cell | {"games": 32} for cell in runs], published) == text
     assert "| Maze | 0 | 0.2 | **0.8** | - | 0.09 |" in text
+
+
+def test_a_report_says_how_many_games_were_played_and_each_run_as_it_was(cells):
+    text = report.learning_section([cells["ours"]])
+    assert "return with its most likely actions, 16 games" in text and "plays 0 in" not in text
+    other = cells["ours"] | {"seed": 2, "cores": [7], "command": ["x", "--seed", "2", "y"]}
+    text = report.provenance([cells["ours"], other])
+    assert "seeds 1; cores 0" in text and "seeds 2; cores 7\nx --seed 2 y" in text
 
 
 def test_report_of_little_says_little(ran, cells, tmp_path):
