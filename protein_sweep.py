@@ -337,7 +337,7 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
     """The study, new or as it was left. first: the arguments of its first trial."""
     sampler = SAMPLERS[args.sampler]()  # seeded anew: two processes, or a restart, draw otherwise
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10)
-    keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
+    keys = ("script", "env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys}
     same["space"] = str([(one.name, one.distribution) for one in space])
     params = {one.name: one.nearest(first.get(one.argument)) for one in space}
@@ -377,7 +377,7 @@ class Sweep:
         self.space = space
         self.study = study
         self.folder = folder
-        self.target = args.num_trials  # so many are to be over
+        self.target = args.num_trials + sum("again" in one.user_attrs for one in self.counted())
         self.deadline = time.monotonic() + args.timeout
         self.better = max if args.direction == "maximize" else min
         self.begun = False  # whether a trial of this process has begun

@@ -345,9 +345,12 @@ def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
     assert len(load(toy).trials) == 11  # all is done
     load(toy).enqueue_trial({"x": 1.0})  # as what a machine had that is gone
     finish(words, toy)
-    assert [trial.params["x"] for trial in load(toy).trials[11:]] == [
-        1.0
-    ] * 3  # and it is confirmed
+    xs = [trial.params["x"] for trial in load(toy).trials[11:]]
+    assert xs == [1.0] * 3  # and it is confirmed
+    words[words.index("5")] = "8"
+    finish(words, toy)  # two more: of the 14, 8 are of the search
+    again = [trial for trial in load(toy).trials if "again" in trial.user_attrs]
+    assert len(load(toy).trials) - len(again) == 8
 
 
 # A sweep that waits between seeing that a trial is in the queue and taking it.
