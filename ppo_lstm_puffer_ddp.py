@@ -72,7 +72,7 @@ class Args:
     norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
-    learning_rate: float = 0.06  # of --optimizer; with adam, try 0.01
+    learning_rate: float = 0.06  # of --optimizer; adam: 0.00025 to 0.002
     adam_learning_rate: float = 5e-4  # with Muon: of Adam, for whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices and Adam for the rest, or Adam
     momentum: float = 0.8  # Muon's; Adam's beta1 where Adam trains all
@@ -441,7 +441,8 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         group = self.param_groups[0]
         same_shape = defaultdict(list)
-        for parameter in group["params"]:
+        trained = [one for one in group["params"] if one.grad is not None]  # not what a fork froze
+        for parameter in trained:
             buffer = self.state[parameter]["momentum_buffer"]
             buffer.lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(buffer, group["momentum"])
@@ -495,7 +496,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     values = zeros(T + 1, N)
     logprobs, rewards, ratio, discounted = zeros(4, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
-    # Filled anew in every iteration, in place, so that CUDA graphs find them.
+    # Filled in place in every iteration: a new number would compile anew, and graphs keep theirs.
     noise = agent.sampling_noise(T + 1, N, device=device)
     acting_weights = [weight.detach().clone() for weight in agent.lstm_weights()]  # cast once
     beta = zeros(())
@@ -715,7 +716,7 @@ class Envs:
         self.num_groups = self.num_agents // getattr(vecenv, "agents_per_batch", self.num_agents)
         self.observation_space = vecenv.single_observation_space
         self.action_space = vecenv.single_action_space
-        self.resets_late = isinstance(vecenv.driver_env, adapters.AdaptedEnvs)
+        self.next_step_reset = isinstance(vecenv.driver_env, adapters.AdaptedEnvs)
         self.ended = np.ones(self.num_agents, bool)  # the next observation begins an episode
         self.returns = np.zeros(self.num_agents)
         self.lengths = np.zeros(self.num_agents, int)
@@ -742,7 +743,7 @@ class Envs:
         self.episodes += zip(over, self.returns[over], self.lengths[over])
         self.returns[over] = 0
         self.lengths[over] = 0
-        if self.resets_late:
+        if self.next_step_reset:
             dones = self.ended[agents] | terminals
             valid = mask & ~ended
             self.ended[agents] = ended | ~mask  # an agent that was gone begins anew
@@ -751,7 +752,7 @@ class Envs:
             valid = mask
             self.ended[agents] = False
         for info in infos:
-            weight = 1 if self.resets_late else info.get("n", 1)  # Ocean logs means of n episodes
+            weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
             for key, value in info.items():
                 self.logs[key].append((value, weight))
         return agents, observations, rewards, np.float32(dones), np.float32(valid)
@@ -997,7 +998,7 @@ class Run(contextlib.AbstractContextManager):
             chart = f"charts/{name.replace('sps', 'SPS')}"
             self.writer.add_scalar(name if "/" in name else chart, value, self.step)
         row |= {"step": self.step, "time": self.seconds}
-        score = [] if self.envs.resets_late else ["env/score"]  # Ocean's
+        score = [] if self.envs.next_step_reset else ["env/score"]  # Ocean's
         names = ["step", "time", "sps", *score, "episodic_return", "losses/entropy"]
         shown = [f"{name.rpartition('/')[2]}={row[name]:.6g}" for name in names if name in row]
         say(" ".join(shown), sys.stdout)

@@ -38,7 +38,7 @@ class SameEnvs:
     rank's statistics are not those of all."""
 
     num_groups = 1
-    resets_late = True
+    next_step_reset = True
     means = script.Envs.means
 
     def __init__(self, *_):

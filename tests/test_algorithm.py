@@ -699,6 +699,20 @@ def test_muon_trains_the_matrices_and_adam_the_rest():
     assert not matrices & rest
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_what_a_fork_freezes_stays_as_it_is(optimizer):
+    agent = make_agent()
+    agent.policy.encoder.requires_grad_(False)
+    before = {name: parameter.clone() for name, parameter in agent.named_parameters()}
+    for parameter in agent.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    for one in ppo.make_optimizers(agent, ppo.Args(optimizer=optimizer)):
+        one.step()
+    frozen = {name for name, parameter in agent.named_parameters() if parameter.equal(before[name])}
+    assert frozen == {"policy.encoder.0.weight", "policy.encoder.0.bias"}
+
+
 ANNEALED = {
     "exponential": [64 ** (-i / 4) for i in range(4)],
     "linear": [1, 0.75, 0.5, 0.25],
