@@ -31,7 +31,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # is sent to this rank if torchrun dies
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(os.getppid()))
     if share := len(cores) // int(os.environ["LOCAL_WORLD_SIZE"]):  # a rank's own, for its threads
         first = share * int(os.environ["LOCAL_RANK"])
         os.sched_setaffinity(0, cores[first : first + share])
@@ -501,10 +501,11 @@ def train(args: Args, envs: "Envs", run: "Run"):
     acting_weights = [weight.detach().clone() for weight in agent.lstm_weights()]  # cast once
     beta = zeros(())
     # What is summed over the ranks: gradients, losses, and the weights of the losses.
-    sizes = [*(parameter.numel() for parameter in agent.parameters()), len(LOSSES)]
+    trained = [parameter for parameter in agent.parameters() if parameter.requires_grad]
+    sizes = [*(parameter.numel() for parameter in trained), len(LOSSES)]
     flat = zeros((sum(sizes),))
     *gradients, sums = flat.split(sizes)
-    for parameter, gradient in zip(agent.parameters(), gradients):
+    for parameter, gradient in zip(trained, gradients):
         parameter.grad = gradient.as_strided(parameter.shape, parameter.stride())  # in its layout
 
     def receive(t: int) -> slice:
@@ -561,7 +562,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         update = CudaGraphs(update)
     over = run.exit_reason is not None
     while not over:
-        if args.device == "cuda":  # nccl may wait for ever: who waits longer is killed
+        if args.device == "cuda" and WORLD_SIZE > 1:  # nccl may wait for ever: kills who waits
             signal.alarm(args.dist_timeout)
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         for parameter in agent.parameters():  # unlike machines round updates differently
@@ -631,10 +632,9 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
 def say(text: str, file=None):
     """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
-    if RANK > 0 and not text.startswith("error"):
-        return
-    time.sleep(3 * (RANK > 0))  # rank 0 says most of them first, and torchrun ends the others
-    adapters.say(text, file)
+    if RANK == 0 or text.startswith("error"):
+        time.sleep(3 * (RANK > 0))  # rank 0 says most of them first, and torchrun ends the others
+        adapters.say(text, file)
 
 
 def fail(message: str):
@@ -842,8 +842,8 @@ def parse_job(words: list[str]) -> tuple[Args, dict | None]:
     if resumed is None and (folder / "trainer_state.pt").exists():
         resumed = load_checkpoint(str(folder), "")
         free = {"config", "resume", "output_dir", "auto", *args.auto}
-        given = asdict(args).items()
-        other = {name for name, value in given if value != resumed["config"].get(name)} - free
+        before = asdict(Args()) | resumed["config"]  # which may lack a flag of today's
+        other = {name for name, value in asdict(args).items() if value != before[name]} - free
         if other:
             fail(f"--rdzv-id: {folder} has another {sorted(other)}; --resume it if that is meant")
     return args, resumed
@@ -875,7 +875,7 @@ def open_folder(args: Args, resumed: dict | None):
     folder = (resumed["folder"] if resumed else job_folder(args)).absolute()  # envs may chdir
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
-        jsonl = (folder / "metrics.jsonl").open("a")
+        jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once
         adapters.lock(jsonl)
     except FileExistsError:  # another start in this second
         time.sleep(1)
@@ -981,7 +981,6 @@ class Run(contextlib.AbstractContextManager):
     def write(self, row: dict):
         row = {"step": self.step, "iteration": self.iteration, "time": self.seconds} | row
         self.jsonl.write(json.dumps(row) + "\n")
-        self.jsonl.flush()
 
     def log(self, losses: dict[str, float], learning_rate: float):
         """A line of metrics.jsonl and of stdout, and TensorBoard's scalars."""

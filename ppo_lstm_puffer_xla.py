@@ -789,7 +789,7 @@ def open_folder(args: Args, resumed: dict | None):
     folder = (resumed["folder"] if resumed else folder).absolute()  # envs may chdir
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
-        jsonl = (folder / "metrics.jsonl").open("a")
+        jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once
         adapters.lock(jsonl)
     except FileExistsError:  # another start in this second
         time.sleep(1)
@@ -891,7 +891,6 @@ class Run(contextlib.AbstractContextManager):
     def write(self, row: dict):
         row = {"step": self.step, "iteration": self.iteration, "time": self.seconds} | row
         self.jsonl.write(json.dumps(row) + "\n")
-        self.jsonl.flush()
 
     def log(self, losses: dict[str, float], learning_rate: float):
         """A line of metrics.jsonl and of stdout, and TensorBoard's scalars."""

@@ -269,6 +269,18 @@ def test_checkpoint_of_two_ranks_resumes_on_three_on_one_and_in_the_reference(fi
         assert steps_of(copy)[-1] == checkpoint(copy)["step"] == step + 384
 
 
+def test_what_a_fork_freezes_stays_as_it_is_whatever_its_momentum_was(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "runs" / finished.name)
+    made = "envs.action_space, args).to(device)\n"
+    before, _, after = DDP.read_text().partition(made)
+    fork = tmp_path / DDP.name
+    fork.write_text(f"{before}{made}    agent.policy.encoder.requires_grad_(False)\n{after}")
+    train("--resume", run, "--total-timesteps", "2560", cwd=tmp_path, script=fork)
+    first, last = (torch.load(run / f"model_breakout_{n:06d}.pt") for n in (8, 10))
+    frozen = {name for name in first if torch.equal(first[name], last[name])}
+    assert frozen == {"policy.encoder.0.weight", "policy.encoder.0.bias"}
+
+
 def test_time_limit_ends_all_ranks_and_the_job_given_again_goes_on(tmp_path):
     arguments = [*LONG, "--time-limit", "0.3", "--log-interval", "1"]
     run = train(*arguments, cwd=tmp_path, job="again")
@@ -310,6 +322,10 @@ def test_job_goes_on_by_itself_with_the_same_settings_alone(job, capsys):
     assert "learning_rate" in line and "gamma" not in line
     args, resumed = ddp.parse_job([*job.words, "--resume", str(job.folder), "--gamma", "0.5"])
     assert resumed["step"] == 2048 and args.gamma == 0.5
+    state = torch.load(job.folder / "trainer_state.pt")
+    del state["config"]["chrono_init"]  # a script of before this flag
+    torch.save(state, job.folder / "trainer_state.pt")
+    assert ddp.parse_job(job.words)[1]["step"] == 2048
 
 
 def test_job_whose_checkpoint_is_damaged_or_that_has_no_name_is_refused(job, capsys, monkeypatch):
