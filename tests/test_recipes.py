@@ -1,6 +1,7 @@
 """recipes/*.patch: each applies to the script as it is, runs, resumes, and does what its three lines
 say. I1 holds for each."""
 
+import contextlib
 import functools
 import importlib.util
 import pathlib
@@ -12,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT, SCRIPT, SMALL, signals_kept
 from environments import Task
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
@@ -134,11 +136,13 @@ class Scene(Task):
 
 
 class Duel(ParallelGame):
-    """Two agents name one of three numbers; the higher gets 1, the lower -1; four rounds."""
+    """Two agents name one of three numbers; the higher gets 1, the lower -1; four rounds. With
+    `seats` it is 1 for a if it names 0, and for b if it names 2."""
 
-    def __init__(self):
+    def __init__(self, seats: bool = False):
         super().__init__(shortest=4, longest=4)
         self.possible_agents = ["a", "b"]
+        self.seats = seats
 
     def action_space(self, agent):
         return Discrete(3)
@@ -146,11 +150,14 @@ class Duel(ParallelGame):
     def step(self, actions):
         observations, _, *rest = super().step(actions)
         won = float(np.sign(int(actions["a"]) - int(actions["b"])))
-        return observations, {"a": won, "b": -won}, *rest
+        rewards = {"a": won, "b": -won}
+        if self.seats:
+            rewards = {"a": float(actions["a"] == 0), "b": float(actions["b"] == 2)}
+        return observations, rewards, *rest
 
 
 parallel_env = Duel  # of --env-id test_recipes
-for environment in (Repeat, Tile, Doors, Scene):
+for environment in (Repeat, Name, Tile, Doors, Scene):
     gym.register(f"Recipe{environment.__name__}-v0", entry_point=environment)
 gym.register("RecipeZero-v0", entry_point=functools.partial(Name, 0, 2))
 gym.register("RecipeThree-v0", entry_point=functools.partial(Name, 3, 5, 4))
@@ -272,6 +279,10 @@ def test_curriculum_rises_with_success_and_only_then(fork, train):
         if success:
             lengths[row["env/level"]] = row["episodic_length"]
     assert lengths == pytest.approx({0: 1, 1: 2, 2: 4}, rel=0.1)  # the environments are the level's
+    config = yaml.safe_load((newest_run(pathlib.Path()) / "config.yaml").read_text())
+    assert config["env"] == {"length": 4}  # tools/play.py plays what was reached
+    with pytest.raises(SystemExit):
+        train(fork("curriculum"), "--env-id RecipeName-v0 --curriculum width=2,3 --curriculum-return 0")
 
 
 def test_multitask_learns_what_only_the_task_tells(fork, train):
@@ -280,6 +291,9 @@ def test_multitask_learns_what_only_the_task_tells(fork, train):
     rows = train(fork("multitask"), LEARN, flags)
     assert final(rows, "env/RecipeZero-v0/episodic_return") >= 3
     assert final(rows, "env/RecipeThree-v0/episodic_return") >= 3
+    args, _ = fork("multitask").parse_args([*SMALL, *shlex.split(flags)])
+    with contextlib.closing(fork("multitask").make_envs(args, 1)) as envs:
+        assert len(envs.ended) == len(envs.returns) == len(envs.lengths) == envs.num_agents
 
 
 def test_shaped_rewards_of_an_episode_add_up_to_the_potential_it_began_with(fork):
@@ -428,6 +442,12 @@ def test_convolutions_see_the_image_of_a_dict_and_the_linear_layer_the_rest(fork
     torch.testing.assert_close(others, torch.cat((observations[:, :2], observations[:, -2:]), 1))
 
 
+def test_self_play_learns_both_seats(fork, train):
+    flags = f"{LEARN} {RUNS['self_play']} --env.seats True --total-timesteps 16000 --ent-coef 0.02 "
+    flags += "--learning-rate 0.02 --update-epochs 4"
+    assert final(train(fork("self_play"), flags), "episodic_return") >= 3.5
+
+
 def test_self_play_beats_what_stands_still_and_not_what_learns(fork, train):
     # The highest number is best. Against random play it wins two of four rounds and loses none.
     flags = f"{LEARN} {RUNS['self_play']} --total-timesteps 16000 --opponent-interval"
@@ -446,9 +466,6 @@ def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_
     def valid_of(result, values, rewards, dones, valid, *_):
         return valid.clone()
 
-    def vector_of(agent):
-        return nn.utils.parameters_to_vector(agent.parameters()).detach()
-
     module = fork("self_play")
     players = record(module, "act", player_of)
     seen = record(module, "draw_minibatch", valid_of)
@@ -457,6 +474,8 @@ def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_
     opponent = players[1][0]
     assert players == [(learner, 8), (opponent, 8)] * (len(players) // 2)
     opponents = module.load_checkpoint("latest", "runs")["model"]["opponent"]
-    torch.testing.assert_close(vector_of(opponent), opponents, rtol=0, atol=0)
-    assert not torch.equal(vector_of(opponent), vector_of(learner))
-    assert all(valid[:, ::2].any() and not valid[:, 1::2].any() for valid in seen)
+    torch.testing.assert_close(opponent.vector(), opponents, rtol=0, atol=0)
+    assert not torch.equal(opponent.vector(), learner.vector())
+    for valid in seen:
+        games = valid.view(len(valid), -1, 4)
+        assert games[..., [0, 3]].any() and not games[..., [1, 2]].any()
