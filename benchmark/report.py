@@ -287,7 +287,7 @@ def task_scores(cells: list[dict], published: dict) -> tuple[dict, dict]:
     training where the plan says of how many games, otherwise the best while training. And of each
     environment the bounds: the untrained score, and the highest of these means."""
     score = played_return if cells[0].get("games") else best_score
-    programs = dict.fromkeys(cell["name"] for cell in cells)
+    programs = sorted(dict.fromkeys(cell["name"] for cell in cells), key="ours".__ne__)  # first
     others = dict.fromkeys(key for row in published.values() for key in row)
     scores = {}
     bounds = {}
