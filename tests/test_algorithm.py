@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from types import SimpleNamespace
 
-import environments  # noqa: F401  (registers the tests' own Gymnasium environments)
+import environments
 import gymnasium as gym
 import numpy as np
 import pufferlib
@@ -173,6 +173,79 @@ def test_every_agent_gets_its_own_action_and_its_own_reward(tmp_path, num_worker
         acted = record.valid
         error = ((record.actions.clamp(-1, 1) - record.observations) ** 2).sum(-1)
         torch.testing.assert_close(record.rewards, -error * acted, atol=1e-5, rtol=0)
+
+
+# Several updates in an iteration
+
+
+def listen(monkeypatch, owner, name, note):
+    """Calls note(*its arguments) before each call of a function."""
+    function = getattr(owner, name)
+
+    def heard(*given):
+        note(*given)
+        return function(*given)
+
+    monkeypatch.setattr(owner, name, heard)
+
+
+THREE = {"env_id": "CartPole-v1", "minibatch_size": 64, "update_epochs": 3.0, "prio_alpha": 0.0}
+
+
+def test_each_draw_has_the_newest_values_and_ratios_and_a_beta_that_rises(tmp_path, monkeypatch):
+    drawn = []
+
+    def note(values, rewards, dones, valid, ratio, uniform, beta, args):
+        drawn.append((values.clone(), ratio.clone(), beta.item()))
+
+    listen(monkeypatch, ppo, "draw_minibatch", note)
+    train_here(tmp_path, total_timesteps=2 * 64, **THREE)
+    assert [beta for *_, beta in drawn] == pytest.approx(3 * [0.2] + 3 * [0.6])
+    for first, third in (drawn[0], drawn[2]), (drawn[3], drawn[5]):
+        assert (first[1] == 1).all() and (third[1] != 1).any()
+        assert (third[0] != first[0]).any() and (third[0][-1] == first[0][-1]).all()
+
+
+@pytest.mark.parametrize("most", [math.inf, 0.001])
+def test_a_gradient_is_of_one_update_and_no_longer_than_it_may_be(tmp_path, monkeypatch, most):
+    found = []
+
+    def note(muon):
+        found.append([parameter.grad.clone() for parameter in muon.param_groups[0]["params"]])
+
+    listen(monkeypatch, ppo.Muon, "step", note)
+    rates = {"learning_rate": 0.0, "adam_learning_rate": 0.0}  # so that all are the same
+    train_here(tmp_path, total_timesteps=64, max_grad_norm=most, **THREE, **rates)
+    torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=1e-3)
+    assert nn.utils.get_total_norm(found[0]) <= 1.001 * most
+
+
+def test_explained_variance_is_that_of_the_rollout(tmp_path, monkeypatch):
+    given = []
+    listen(monkeypatch, ppo, "draw_minibatch", lambda *x: given.append([y.clone() for y in x[:5]]))
+    sizes = THREE | {"num_steps": 32, "num_envs": 2}
+    (row,) = read_metrics(train_here(tmp_path, total_timesteps=64, **sizes))
+    values, *_, valid, _ = given[0]
+    errors = ppo.compute_advantages(*given[0], ppo.Args())[valid > 0]
+    unexplained = errors.var() / (errors + values[:-1][valid > 0]).var()
+    assert (valid == 0).any()
+    assert row["losses/explained_variance"] == pytest.approx(1 - unexplained.item(), abs=1e-5)
+
+
+def test_every_step_has_noise_of_its_own(tmp_path, monkeypatch):
+    seen = []
+    listen(monkeypatch, ppo, "act", lambda *given: seen.append(given[-1].sum().item()))
+    train_here(tmp_path, env_id="CartPole-v1", total_timesteps=2 * 64)
+    assert len(set(seen)) == len(seen) == 2 * 9
+
+
+def test_rewards_are_clipped_for_learning(tmp_path, monkeypatch):
+    for record in record_training(tmp_path, "Pendulum-v1", clip_rewards=True):
+        assert record.rewards.min() == -1
+    rare = itertools.cycle([1] + [0] * 999)  # far from the deviation of all returns
+    monkeypatch.setattr(environments.Continuous, "reward", lambda *_: -float(next(rare)))
+    sizes = {"num_steps": 512, "gamma": 0.0, "segments": 1, "norm_rewards": True}
+    assert record_training(tmp_path, "Continuous-v0", **sizes)[0].rewards.min() == -10
 
 
 # I2: the recurrence -------------------------------------------------------------------------------
@@ -697,6 +770,7 @@ def test_muon_trains_the_matrices_and_adam_the_rest():
     assert matrices == policy | {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}
     assert matrices | rest == set(names.values())
     assert not matrices & rest
+    assert adam.param_groups[0]["betas"] == (0.9, 0.999)  # --momentum is Muon's
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
@@ -721,10 +795,24 @@ ANNEALED = {
 
 
 @pytest.mark.parametrize("anneal", ANNEALED)
-def test_the_learning_rate_falls_as_it_is_told(tmp_path, anneal):
-    arguments = {"env_id": "CartPole-v1", "learning_rate": 0.01, "total_timesteps": 4 * 64}
-    rows = read_metrics(train_here(tmp_path, anneal=anneal, **arguments))
+def test_both_learning_rates_fall_as_they_are_told(tmp_path, monkeypatch, anneal):
+    rates = []
+
+    def note(run, *_):
+        rates.append([float(one.param_groups[0]["lr"]) for one in run.optimizers])
+
+    listen(monkeypatch, ppo.Run, "log", note)
+    arguments = {"learning_rate": 0.01, "adam_learning_rate": 0.002, "total_timesteps": 4 * 64}
+    rows = read_metrics(train_here(tmp_path, env_id="CartPole-v1", anneal=anneal, **arguments))
     assert [row["learning_rate"] / 0.01 for row in rows] == pytest.approx(ANNEALED[anneal])
+    np.testing.assert_allclose(rates, np.outer(ANNEALED[anneal], [0.01, 0.002]), rtol=1e-5)
+
+
+def test_advantages_are_as_they_are_without_norm_adv():
+    args = ppo.Args(prio_alpha=0.0, minibatch_size=6, num_steps=2, norm_adv=False)
+    tensors = [torch.randn(3, 3), torch.randn(2, 3), torch.zeros(3, 3), torch.ones(2, 3)]
+    minibatch, advantages = ppo.draw_minibatch(*tensors, torch.ones(2, 3), torch.rand(4), 1.0, args)
+    torch.testing.assert_close(minibatch.advantages, advantages[:, minibatch.segments])
 
 
 # The loss -----------------------------------------------------------------------------------------
@@ -838,13 +926,20 @@ def test_continuous_actions_are_gaussian_with_the_learned_deviation():
     torch.testing.assert_close(entropy, normal.entropy().sum()[None])
 
 
-# Weights in PufferLib's format --------------------------------------------------------------------
-
 SPACES = {
     "Discrete": gym.spaces.Discrete(3),
     "MultiDiscrete": gym.spaces.MultiDiscrete([3, 2]),
     "Box": gym.spaces.Box(-1, 1, (2,), np.float32),
 }
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_a_new_policy_is_about_the_same_whatever_it_sees(kind):
+    agent = ppo.Agent(BOX, SPACES[kind], ppo.Args(precision="float32"))
+    assert agent.heads(torch.randn(100, 128))[0].abs().max() < 0.1
+
+
+# Weights in PufferLib's format --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SPACES)

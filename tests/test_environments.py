@@ -4,6 +4,7 @@ refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and 
 import contextlib
 import os
 import pathlib
+import random
 import re
 import sys
 from decimal import Decimal
@@ -87,9 +88,9 @@ OBSERVATIONS = {
         [1, 0, 0.5, 1.5, 0.25, 1],
     ),
     "bytes in a Dict": (
-        Dict(a=Box(0, 255, (2,), np.uint8), b=Box(0, 9, (1,), np.uint8)),
-        {"a": np.uint8([255, 51]), "b": np.uint8([9])},
-        [1, 0.2, 9],
+        Dict(a=Box(0, 255, (2,), np.uint8), b=Box(0, 9, (1,), np.uint8), c=Box(-255, 255, (1,))),
+        {"a": np.uint8([255, 51]), "b": np.uint8([9]), "c": [51]},
+        [1, 0.2, 9, 51],
     ),
 }
 
@@ -502,6 +503,43 @@ def test_agents_come_and_go(script, how, agent, expected, lengths, capfd):
     assert capfd.readouterr().err.count("gone") == unsaid
 
 
+def test_agents_of_several_environments_have_rows_of_their_own_in_the_first_ones_order():
+    orders = iter([["a", "b"], ["b", "a"]])
+
+    def make_one():
+        game = Played(DIES)
+        game.possible_agents = next(orders)
+        return game
+
+    rows, _ = rollout(adapters.PettingZooEnvs(make_one, 2), 5)
+    assert rows[:, 0].tolist() == rows[:, 2].tolist() == DEAD
+    assert rows[:, 1].tolist() == rows[:, 3].tolist() == ALIVE
+
+
+def test_infos_of_every_episode_of_one_step_are_logged():
+    _, envs = rollout(adapters.PettingZooEnvs(lambda: Played([("", "ab")])), 6)
+    assert len(envs.episodes) == len(envs.logs["at"]) == 6
+
+
+def test_a_row_has_the_means_of_its_own_interval():
+    _, envs = rollout(adapted(info={"score": 80}), 4)
+    envs.episodes = [(0, 1.0, 2), (1, 4.0, 6)]
+    found = {"return": 2.5, "return_min": 1.0, "return_max": 4.0, "length": 4.0}
+    assert envs.means() == {f"episodic_{key}": found[key] for key in found} | {"env/score": 80}
+    assert envs.means() == {}
+
+
+def test_oceans_means_weigh_by_their_episodes():
+    vecenv = adapters.make("breakout", {}, 1, 0, 1)
+    envs = ppo.Envs(vecenv, 1)
+    envs.reset()
+    *result, _, ids, mask = vecenv.recv()
+    infos = [{"n": 1, "score": 0.0}, {"n": 3, "score": 8.0}]
+    vecenv.recv = lambda: (*result, infos, ids, mask)
+    envs.receive()
+    assert envs.means()["env/score"] == pytest.approx(6)
+
+
 def test_only_agents_that_play_act_and_their_infos_are_logged():
     vecenv = adapters.PettingZooEnvs(lambda: Played(BACK))
     _, envs = rollout(vecenv, 4)
@@ -645,8 +683,19 @@ def test_every_environment_is_made_once_and_reset_once_with_its_seed():
     made = []
     envs = adapters.GymnasiumEnvs(lambda: made.append(Counted()) or made[-1], 4, seed=3)
     envs.reset(3)
-    step(envs)
-    assert len(made) == 4 and len(set(seeds)) == len(seeds) == 4 and None not in seeds
+    step(envs, 3)  # an episode ends, and another begins
+    assert len(made) == 4 and len(set(seeds[:4])) == 4 and None not in seeds[:4]
+    assert seeds[4:] == [None] * 4
+
+
+def test_what_an_environment_draws_while_it_is_made_is_seeded(monkeypatch):
+    def make_one():
+        drawn = [np.random.random(), random.random()]
+        return Scripted(observation=drawn, space=Box(0, 1, (2,)))
+
+    register_once(monkeypatch, make_one)
+    first, second = (adapters.make("Its-v0", {}, 2, 0, 1).reset()[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
 
 
 def test_arguments_reach_the_environment_or_are_refused(monkeypatch):

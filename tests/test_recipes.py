@@ -282,7 +282,10 @@ def test_curriculum_rises_with_success_and_only_then(fork, train):
     config = yaml.safe_load((newest_run(pathlib.Path()) / "config.yaml").read_text())
     assert config["env"] == {"length": 4}  # tools/play.py plays what was reached
     with pytest.raises(SystemExit):
-        train(fork("curriculum"), "--env-id RecipeName-v0 --curriculum width=2,3 --curriculum-return 0")
+        train(
+            fork("curriculum"),
+            "--env-id RecipeName-v0 --curriculum width=2,3 --curriculum-return 0",
+        )
 
 
 def test_multitask_learns_what_only_the_task_tells(fork, train):

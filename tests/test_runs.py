@@ -18,7 +18,16 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import SCRIPT, SMALL, environment, run_script, start_script, succeed, wait_for
+from conftest import (
+    SCRIPT,
+    SMALL,
+    environment,
+    run_script,
+    start_script,
+    succeed,
+    train_here,
+    wait_for,
+)
 from reading import alive, checkpoint, end_of, newest_run, read_metrics, without_clock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -479,3 +488,46 @@ def test_wandb_offline_is_one_run_after_a_resume_too(tmp_path):
     names = [path.parent.name for path in run.glob("wandb/offline-run-*/*.wandb")]
     assert len(names) == 2
     assert len({name.split("-", maxsplit=3)[3] for name in names}) == 1
+
+
+# In this process
+
+
+def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path):
+    sizes = {"env_id": "CartPole-v1", "total_timesteps": 64}
+    run = train_here(tmp_path, **sizes)
+    train_here(tmp_path, ppo.load_checkpoint(str(run), ""), **sizes)
+    assert end_of(run)["step"] == checkpoint(run)["step"] == 64
+    assert len(read_metrics(run)) == 1
+
+
+def test_a_resumed_run_has_other_episodes_and_tensorboard_each_step_once(tmp_path, monkeypatch):
+    seeds = []
+
+    def make_envs(args, seed, original=ppo.make_envs):
+        seeds.append(seed)
+        return original(args, seed)
+
+    monkeypatch.setattr(ppo, "make_envs", make_envs)
+    sizes = {"env_id": "CartPole-v1", "checkpoint_interval": 2}
+    run = train_here(tmp_path, total_timesteps=2 * 64, **sizes)
+    resumed = ppo.load_checkpoint(str(run), "")
+    for _ in range(2):  # the second time as after a kill: what came after the checkpoint, anew
+        train_here(tmp_path, resumed, total_timesteps=4 * 64, **sizes)
+    assert seeds[0] != seeds[1] == seeds[2]
+    scalars = EventAccumulator(str(run)).Reload().Scalars("losses/entropy")
+    assert [event.step for event in scalars] == [64, 128, 192, 256]
+
+
+def test_latest_is_the_run_that_was_saved_last(tmp_path):
+    for time_, name in enumerate(("b", "a"), 1):
+        (tmp_path / name).mkdir()
+        torch.save({"config": {}}, tmp_path / name / "trainer_state.pt")
+        os.utime(tmp_path / name / "trainer_state.pt", (time_, time_))
+    assert ppo.load_checkpoint("latest", str(tmp_path))["folder"].name == "a"
+
+
+def test_metrics_are_json_whatever_is_no_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo.Envs, "means", lambda self: {"env/x": math.nan, "env/y": math.inf})
+    run = train_here(tmp_path, env_id="CartPole-v1", total_timesteps=64)
+    assert not {"env/x", "env/y"} & set(read_metrics(run)[0])
