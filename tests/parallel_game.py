@@ -8,8 +8,8 @@ from pettingzoo import ParallelEnv
 class ParallelGame(ParallelEnv):
     """Each agent sees a bit and its own number; reward 1 for naming the bit.
 
-    An agent ends after `shortest` to `longest` steps, drawn for it at every reset: at the longest it is truncated,
-    before that terminated. The last `absent` agents are never there.
+    An agent ends after `shortest` to `longest` steps, drawn at every reset: at the longest it is
+    truncated, before that terminated. The last `absent` agents are never there.
     """
 
     metadata = {"name": "parallel_game", "render_modes": []}  # noqa: RUF012

@@ -715,15 +715,6 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, mo
     assert saved_statistics(tmp_path, "return_norm")[1] == pytest.approx(variance, rel=1e-4)
 
 
-def test_statistics_have_what_lies_between_the_batches_too():
-    norm = nn.BatchNorm1d(1, affine=False)
-    rows = torch.arange(1024.0)[:, None]  # a clock that all environments show at once
-    for batch in rows[:0], *rows.split(32):
-        ppo.observe(norm, batch)
-    torch.testing.assert_close(norm.running_mean, rows.mean(0))
-    torch.testing.assert_close(norm.running_var, rows.var(0, correction=0))
-
-
 def test_logged_losses_are_means_whatever_the_weights_of_the_segments(tmp_path):
     rates = {"learning_rate": 1e-9, "adam_learning_rate": 1e-9}  # the policy stays nearly uniform
     sizes = {"num_envs": 32, "minibatch_size": 64, "total_timesteps": 2048}
@@ -771,20 +762,6 @@ def test_muon_trains_the_matrices_and_adam_the_rest():
     assert matrices | rest == set(names.values())
     assert not matrices & rest
     assert adam.param_groups[0]["betas"] == (0.9, 0.999)  # --momentum is Muon's
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_what_a_fork_freezes_stays_as_it_is(optimizer):
-    agent = make_agent()
-    agent.policy.encoder.requires_grad_(False)
-    before = {name: parameter.clone() for name, parameter in agent.named_parameters()}
-    for parameter in agent.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.ones_like(parameter)
-    for one in ppo.make_optimizers(agent, ppo.Args(optimizer=optimizer)):
-        one.step()
-    frozen = {name for name, parameter in agent.named_parameters() if parameter.equal(before[name])}
-    assert frozen == {"policy.encoder.0.weight", "policy.encoder.0.bias"}
 
 
 ANNEALED = {

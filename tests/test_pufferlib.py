@@ -99,23 +99,6 @@ def test_killed_worker_is_an_error_at_recv_with_its_number_and_exit_code(make, h
             vecenv.recv()
 
 
-# Turns --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", [HALVES, SHARED | {"batch_size": 2}])
-def test_two_groups_received_before_either_is_sent_to_get_their_own_actions(make, how):
-    vecenv = make(**how)
-    vecenv.async_reset(1)
-    groups = [vecenv.recv()[5].tolist() for _ in range(2)]
-    assert groups == [[0, 1], [2, 3]]
-    for step in range(3):
-        actions = [[10 * step, 10 * step + 1], [10 * step + 2, 10 * step + 3]]
-        for of_group in actions:
-            vecenv.send(np.array(of_group))
-        for of_group in actions:
-            assert vecenv.recv()[0][:, ACTION].tolist() == of_group
-
-
 # Seeds --------------------------------------------------------------------------------------------
 
 

@@ -42,18 +42,8 @@ STANDS_FOR = {
     "my_package.my_game": "parallel_game",
 }
 # Of gcloud, pip, tensorboard and sbatch, in the text.
-FOREIGN_FLAGS = {
-    "--worker",
-    "--command",
-    "--accelerator-type",
-    "--version",
-    "--find-links",
-    "--logdir",
-    "--account",
-    "--cpus-per-task",
-    "--nodes",
-    "--partition",
-}
+FOREIGN_FLAGS = "--worker --command --accelerator-type --version --find-links --logdir --account "
+FOREIGN_FLAGS += "--cpus-per-task --nodes --partition"
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
@@ -191,10 +181,8 @@ def test_command_works(command, clone):
 
 
 def test_a_trained_policy_plays_in_a_script_of_ones_own(clone):
-    words = (
-        "--env-id my_env:Recall-v0 --num-envs 32 --num-steps 20 --minibatch-size 320 --no-compile"
-    )
-    words += " --hidden-size 32 --ent-coef 0.01 --total-timesteps 100_000 --device cpu"
+    words = "--env-id my_env:Recall-v0 --num-envs 32 --num-steps 20 --minibatch-size 320"
+    words += " --no-compile --hidden-size 32 --ent-coef 0.01 --total-timesteps 100_000 --device cpu"
     output_of("ppo_lstm_puffer.py", words.split())
     (run,) = pathlib.Path("runs").glob("my_env-Recall*")
     pathlib.Path("my_play.py").write_text(block_with("ppo.act").replace("runs/RUN", str(run)))
@@ -207,7 +195,7 @@ def test_flags_in_the_text_exist():
     flags = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
     programs = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("benchmark/*.py")]
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in programs)))
-    known = FOREIGN_FLAGS | {"--help"}
+    known = {*FOREIGN_FLAGS.split(), "--help"}
     known |= set(torch.distributed.run.get_args_parser()._option_string_actions)
     unknown = {flag[2:].removeprefix("no-").replace("-", "_") for flag in flags - known}
     assert unknown - words == set()

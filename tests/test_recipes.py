@@ -1,5 +1,5 @@
-"""recipes/*.patch: each applies to the script as it is, runs, resumes, and does what its three lines
-say. I1 holds for each."""
+"""recipes/*.patch: each applies to the script, runs, resumes, and does what its three lines say. I1
+holds for each."""
 
 import contextlib
 import functools

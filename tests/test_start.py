@@ -68,27 +68,18 @@ def test_threads_follow_the_work_of_an_update_and_the_cores_unless_omp_num_threa
 # A compiler that is not there, or cannot.
 
 
-def eager(tmp_path, **variables):
-    """A run with --compile must end in one warning and eager training."""
+@pytest.mark.parametrize(("name", "folder"), [("TORCHINDUCTOR_CACHE_DIR", "a b"), ("PATH", ".")])
+def test_compiler_that_cannot_be_used_is_one_warning_and_training_is_eager(tmp_path, name, folder):
+    # g++ is called without quotes; g++ is not there.
     flags = ["--num-steps", "4", "--minibatch-size", "16", "--total-timesteps", "256", "--compile"]
-    env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")} | variables
+    env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    env |= {name: str(tmp_path / folder)}
     result = run_script(*flags, cwd=tmp_path, env=env, timeout=200)
     assert result.returncode == 0, result.stderr
     assert read_metrics(newest_run(tmp_path))[-1]["step"] == 256
     warnings = [line for line in result.stderr.splitlines() if "warning: " in line]
     assert len(warnings) == 1 and "compil" in warnings[0], result.stderr
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) < 12
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [
-        ("TORCHINDUCTOR_CACHE_DIR", "a b"),
-        ("PATH", "."),
-    ],  # g++ is called without quotes; is not there
-)
-def test_compiler_that_cannot_be_used_is_one_warning(tmp_path, name, folder):
-    eager(tmp_path, **{name: str(tmp_path / folder)})
 
 
 def test_compiler_that_is_killed_leaves_no_library_that_looks_whole(monkeypatch, tmp_path):
