@@ -118,10 +118,10 @@ def test_half_a_line_that_a_kill_left_is_no_cell(ran, cells, tmp_path):
     assert len(run.read_cells(folder)) == 3
 
 
-def test_what_does_not_start_is_a_failed_cell(cells):
-    patch = "recipes/no-such.patch"
-    words = [*cells["ours"]["command"][:1], patch, *cells["ours"]["command"][2:]]
-    cell = run.measure(cells["ours"] | {"command": words})
+def test_what_does_not_start_is_a_failed_cell():
+    programs = {"fork": {"program": "ours", "script": "recipes/no-such.patch"}}
+    (cell,) = run.expand({"name": "a", "kind": "speed", "programs": programs}, [0])
+    cell = run.measure(cell)
     assert cell["status"] == "failed" and "no-such.patch" in cell["output_tail"]
 
 
