@@ -468,7 +468,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     values = zeros(T + 1, N)
     logprobs, rewards, ratio, discounted = zeros(4, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
-    # Filled in place in every iteration: a new number would compile anew, and graphs keep theirs.
+    # Filled in place in every iteration: a new number compiles anew; CUDA graphs keep the first.
     noise = agent.sampling_noise(T + 1, N, device=device)
     acting_weights = [weight.detach().clone() for weight in agent.lstm_weights()]  # cast once
     beta = zeros(())

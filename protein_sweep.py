@@ -337,8 +337,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
     """The study, new or as it was left. first: the arguments of its first trial."""
     sampler = SAMPLERS[args.sampler]()  # seeded anew: two processes, or a restart, draw otherwise
     pruner = optuna.pruners.PercentilePruner(75, n_startup_trials=10, n_min_trials=10)
-    keys = ("script", "env_id", "metric", "direction", "max_cost_seconds", "fixed")
-    same = {key: str(getattr(args, key)) for key in keys}
+    keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
+    same = {key: str(getattr(args, key)) for key in keys} | {"script": Path(args.script).stem}
     same["space"] = str([(one.name, one.distribution) for one in space])
     params = {one.name: one.nearest(first.get(one.argument)) for one in space}
     params = {name: value for name, value in params.items() if value is not None}

@@ -287,7 +287,9 @@ def task_scores(cells: list[dict], published: dict) -> tuple[dict, dict]:
     training where the plan says of how many games, otherwise the best while training. And of each
     environment the bounds: the untrained score, and the highest of these means."""
     score = played_return if cells[0].get("games") else best_score
-    programs = sorted(dict.fromkeys(cell["name"] for cell in cells), key="ours".__ne__)  # first
+    programs = sorted(
+        dict.fromkeys(cell["name"] for cell in cells), key=lambda name: name != "ours"
+    )
     others = dict.fromkeys(key for row in published.values() for key in row)
     scores = {}
     bounds = {}
@@ -295,8 +297,8 @@ def task_scores(cells: list[dict], published: dict) -> tuple[dict, dict]:
         names = group_by(runs, "name")
         row = {}
         for name in programs:
-            known_scores = [score(cell) for cell in names[name]]
-            row[name] = [one for one in known_scores if one is not None]  # its games may not end
+            played = map(score, names[name])  # None: its games did not end
+            row[name] = [one for one in played if one is not None]
         known = published.get(env_id, {})
         scores[env_id] = row | {who: [known[who]] if who in known else [] for who in others}
         best = max(np.mean(some) for some in scores[env_id].values() if some)
@@ -372,14 +374,16 @@ def provenance(cells: list[dict]) -> str:
     ]
     text = f"{table(['', ''], rows)}\nThe commands, in the repository's folder; "
     text += "DIR is where the metrics go.\n\n```\n"
-    alike = defaultdict(list)
+    alike = []
     for cell in cells:
-        words = shlex.join(cell["command"]).replace(f"--seed {cell['seed']} ", "")
-        alike[cell["group"], cell["name"], cell["env_id"], str(cell["cores"]), words].append(cell)
-    for (group, name, env_id, *_), some in alike.items():
+        but_seed = shlex.join(cell["command"]).replace(f"--seed {cell['seed']} ", "")
+        on = ", ".join(map(str, cell["cores"]))
+        alike.append(cell | {"on": on, "but_seed": but_seed})
+    keys = ("group", "name", "env_id", "on", "but_seed")
+    for (group, name, env_id, on, _), some in group_by(alike, *keys).items():
         one = some[0]
         seeds = ", ".join(map(str, sorted(cell["seed"] for cell in some)))
-        cores = ", ".join(map(str, one["cores"])) + "; empty compile cache" * one["cold"]
+        cores = on + "; empty compile cache" * one["cold"]
         words = [f"{key}={value}" for key, value in one["environment"].items()]
         text += f"# {group}: {name}, {env_id}; seeds {seeds}; cores {cores}\n"
         text += f"{' '.join([*words, shlex.join(one['command'])])}\n"

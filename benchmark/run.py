@@ -111,8 +111,8 @@ def expand(group: dict, cores: list[int]) -> list[dict]:
         cell["program"] = program["program"]
         cell["environment"] = {key: str(value) for key, value in program.get("env", {}).items()}
         cell["cores"] = program.get("cores", cores)
-        if not set(cell["cores"]) <= os.sched_getaffinity(0):
-            raise ValueError(f"cores {cell['cores']}: here are {sorted(os.sched_getaffinity(0))}")
+        if not set(cell["cores"]) <= set(range(os.cpu_count())):
+            raise ValueError(f"cores {cell['cores']}: this machine has {os.cpu_count()}")
         for seed in program.get("seeds", group.get("seeds", [1])):
             words = command(group, program, env_id, seed)
             cells.append(cell | {"seed": seed, "command": words})
@@ -174,8 +174,9 @@ def store(cell: dict, folder: pathlib.Path):
 def forget(cells: list[dict], folder: pathlib.Path):
     """Drops what is stored of the same groups and programs."""
     of = operator.itemgetter("group", "program")
+    dropped = {of(cell) for cell in cells}
     with cells_file(folder) as file:
-        kept = [line for line in whole_lines(file) if of(json.loads(line)) not in map(of, cells)]
+        kept = [line for line in whole_lines(file) if of(json.loads(line)) not in dropped]
         file.truncate(0)
         file.write(b"".join(kept))
 

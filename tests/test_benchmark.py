@@ -170,7 +170,7 @@ def test_timeout_ends_the_whole_process_group(monkeypatch):
         ("- {name: a, kind: speed, programs: {x: {program: odd}}}", "program odd: must be one"),
         ("- {name: a, kind: speed, sedes: [1], programs: {}}", "key sedes"),
         ("- {kind: speed}", "'name' is missing"),
-        ("- {name: a, kind: speed, programs: {x: {program: ours, cores: [999]}}}", "here are [0"),
+        ("- {name: a, kind: speed, programs: {x: {program: ours, cores: [999]}}}", "this machine"),
         ("[{name: a, kind: speed, programs: {}}, {name: a}]", "two groups have the same name"),
     ],
 )

@@ -492,6 +492,17 @@ def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
     assert errors(stderr) and "gloo" in end_of(run)["exit_reason"]
 
 
+def test_rank_that_is_slow_changes_nothing(finished, tmp_path):
+    with started_ranks(cwd=tmp_path) as (first, second):
+        while second.poll() is None:
+            second.send_signal(signal.SIGSTOP)
+            time.sleep(0.2)
+            second.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+        assert (first.wait(60), second.returncode) == (0, 0)
+    assert without_clock(newest_run(tmp_path)) == without_clock(finished)
+
+
 def test_diverged_job_ends_on_every_rank(tmp_path):
     result = run_ranks("--learning-rate", "1e30", cwd=tmp_path)
     assert result.returncode != 0 and errors(result.stderr)

@@ -66,6 +66,11 @@ def read_config(folder: pathlib.Path, loader=yaml.SafeLoader) -> dict[str, Any]:
         fail(f"{folder}/config.yaml: cannot be read ({type(error).__name__}: {error})")
 
 
+def script_of(folder: pathlib.Path) -> pathlib.Path | None:
+    """A run's own copy of its script: the newest, since another one may have gone on with it."""
+    return max(folder.glob("*.py"), key=os.path.getmtime, default=None)
+
+
 def read_rows(folder: pathlib.Path) -> list[dict]:
     """The rows of metrics.jsonl; a last line that is only half written is left out."""
     rows = []
@@ -103,7 +108,7 @@ class Trained:
             from pufferlib import adapters  # here: the dashboard does without torch
 
             config = read_config(folder, adapters.Loader)  # as --config reads it
-            script = max(folder.glob("*.py"), key=os.path.getmtime, default=script)
+            script = script_of(folder) or script
         self.script = import_script(pathlib.Path(source.script or script))
         if self.path.is_dir():
             models = list(folder.glob("model_*.pt"))

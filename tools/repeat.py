@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 
 import tyro
-from common import ROOT, fail, find_run, main, read_rows
+from common import ROOT, fail, find_run, main, read_rows, script_of
 
 
 @dataclass
@@ -52,7 +52,7 @@ def difference(before: dict, now: dict) -> str:
 
 def repeat(options: Options) -> int:
     folder = find_run(options.run, options.output_dir, "metrics.jsonl")
-    script = max(folder.glob("*.py"), key=os.path.getmtime, default=None)
+    script = script_of(folder)
     rows = rows_of(folder)
     if rows and read_rows(folder)[-1].get("exit_reason", "completed") != "completed":
         rows.pop()  # logged where it was ended: one that goes on has no such row

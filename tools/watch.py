@@ -89,8 +89,8 @@ def state_of(config: dict, row: dict, folder: pathlib.Path) -> str:
     """Why it ended, or how long it goes on, and whether it has stopped to write."""
     if "exit_reason" in row:
         return row["exit_reason"]
-    left = max(float(config["total_timesteps"]) - row["step"], 0) / max(row["sps"], 1e-9)
-    limit = float(config.get("time_limit", math.inf)) - row["time"]
+    left = max(config["total_timesteps"] - row["step"], 0) / max(row["sps"], 1e-9)
+    limit = config["time_limit"] - row["time"]
     if limit > 0:  # else it is counted from a resume
         left = min(left, limit)
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
@@ -109,11 +109,11 @@ def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) 
     def of(prefix: str) -> dict:
         return {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
 
-    total = int(float(config["total_timesteps"]))  # 1e8 is a text to YAML
+    total = config["total_timesteps"]
     episodes = {key: row[key] for key in row if key.startswith("episodic")} | of("env/")
     sections = {
         "run": {
-            "steps": f"{row['step']:,} of {total:,}",
+            "steps": f"{row['step']:,} of {total:,.0f}",
             "time": clock(row["time"]),
             "state": state_of(config, row, folder),
             "steps/s": row["sps"],
@@ -150,7 +150,10 @@ def watch(options: Options) -> int:
     folder = find_run(options.run, options.output_dir, "config.yaml")
     if not folder.is_dir():
         folder = folder.parent
-    config = {"exp_name": "", "env_id": "", "total_timesteps": 1} | read_config(folder)
+    config = {"exp_name": "", "env_id": "", "total_timesteps": 1, "time_limit": math.inf}
+    config |= read_config(folder)
+    for name in "total_timesteps", "time_limit":
+        config[name] = float(config[name])  # 1e8 is a text to YAML
     console = Console()
     if options.svg:
         console = Console(record=True, width=112, file=io.StringIO())
