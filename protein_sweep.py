@@ -219,10 +219,11 @@ class Run:
                 raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
         return bool(lines)
 
-    def score(self) -> float:
-        """The mean of the last tenth."""
-        since = 0.9 * self.points[-1][0]
-        return float(np.mean([score for cost, score in self.points if cost >= since]))
+    def score(self, until: float = np.inf) -> float:
+        """The mean of the last tenth of what came up to this cost (or of the first line)."""
+        points = [point for point in self.points if point[0] <= until] or self.points[:1]
+        since = 0.9 * points[-1][0]
+        return float(np.mean([score for cost, score in points if cost >= since]))
 
     def watch(self, trial: optuna.Trial, sweep: "Sweep") -> str | None:
         """Until it is over or to be pruned; returns how it ended. Raises RunFailed, UsageError."""
@@ -239,10 +240,9 @@ class Run:
             if time.monotonic() - seen > args.hang_seconds:
                 raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
             cost = self.points[-1][0] if self.points else 0.0
-            milestone = int(MILESTONES * cost / args.max_cost_seconds)
-            if milestone > reported:
-                reported = milestone
-                trial.report(self.score(), milestone)
+            while cost >= (due := (reported + 1) * args.max_cost_seconds / MILESTONES):
+                reported += 1
+                trial.report(self.score(due), reported)
                 if pruning and trial.should_prune():
                     return "pruned"
         self.read()
