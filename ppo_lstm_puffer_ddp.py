@@ -949,6 +949,10 @@ class Run(contextlib.AbstractContextManager):
 
     def update_done(self, steps: int, began: float):
         """Counts an iteration. The first has compiled all: only then clock and signals begin."""
+        over = self.seconds - self.resumed["seconds"] >= self.args.time_limit
+        told = torch.tensor([max(self.signals, default=0), over])
+        dist.all_reduce(told, dist.ReduceOp.MAX)  # what one is told, all do after this iteration
+        self.told = told.tolist()
         self.iteration += 1
         self.step += steps
         if self.compiled:
@@ -967,10 +971,6 @@ class Run(contextlib.AbstractContextManager):
                 self.profiler.start()
         if self.profiler:
             self.profiler.step()
-        over = self.seconds - self.resumed["seconds"] >= self.args.time_limit
-        told = torch.tensor([max(self.signals, default=0), over])
-        dist.all_reduce(told, dist.ReduceOp.MAX)  # what one is told, all do after this iteration
-        self.told = told.tolist()
 
     def start_interval(self):
         self.last_log = time.perf_counter()

@@ -492,6 +492,16 @@ def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
     assert errors(stderr) and "gloo" in end_of(run)["exit_reason"]
 
 
+def test_steps_of_a_checkpoint_have_their_line_whenever_a_rank_dies(tmp_path):
+    vote = "        dist.all_reduce(told"
+    dies = f"        if RANK == 1 and self.step >= 768:\n            os._exit(1)\n{vote}"
+    fork = tmp_path / DDP.name
+    fork.write_text(DDP.read_text().replace(vote, dies))
+    assert run_ranks(*LONG, cwd=tmp_path, script=fork).returncode != 0
+    run = newest_run(tmp_path)
+    assert checkpoint(run)["step"] == steps_of(run)[-1]
+
+
 def test_rank_that_is_slow_changes_nothing(finished, tmp_path):
     with started_ranks(cwd=tmp_path) as (first, second):
         while second.poll() is None:
