@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import shlex
@@ -30,9 +31,11 @@ import pufferlib
 import pufferlib.vector
 import yaml
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from pufferlib import APIUsageError, env_seed
 from pufferlib.ocean import environment as ocean
 
+STARTED_IN = pathlib.Path.cwd()  # an environment may chdir
 BROKEN = ("connect4", "impulse_wars", "school", "tactical")  # in PufferLib 3.0.0
 OCEAN = [name for name, value in ocean.MAKE_FUNCTIONS.items() if isinstance(value, str)]
 OCEAN = sorted(set(OCEAN) - set(BROKEN))
@@ -113,6 +116,12 @@ def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
+def check_bytes(array: np.ndarray, dtype: np.dtype):
+    """Raises if the space's dtype is bytes and they are none: 0.5 of 1 where 128 should be."""
+    if dtype == np.uint8 != array.dtype and (array != array.astype(np.uint8)).any():
+        raise ValueError(f"{array.dtype} that are no bytes; declare its Box so, or round")
+
+
 def number(value) -> float:
     """Of whatever holds one: a number, an array of shape (1,), a Decimal."""
     return value if isinstance(value, (float, int)) else float(np.squeeze(value))
@@ -132,7 +141,9 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
         scale = np.where((space.low == 0) & (space.high == 255), 1 / 255, 1).ravel()
 
         def write(row: np.ndarray, observation):
-            row[:] = as_shape(observation, space.shape).ravel() * scale
+            array = as_shape(observation, space.shape)
+            check_bytes(array, space.dtype)
+            row[:] = array.ravel() * scale
 
         return scale.size, write
     if isinstance(space, MultiBinary):
@@ -194,15 +205,17 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
         else:
             seen = Box(-np.inf, np.inf, space.shape, np.float32)
             if len(space.shape) > 1 and sorted(space.shape)[-2] >= 36:
-                remark(f"observation: no image but numbers, {space.dtype} of shape {space.shape}")
+                remark(
+                    f"observation: no image but numbers, {space.dtype} of shape {space.shape} "
+                    "(an image: bytes up to 255, of 2 or 3 sides; the LSTM remembers without a stack)"
+                )
             if is_rounded(space):
                 remark(ROUNDED)
 
         def write(row: np.ndarray, observation):
             array = as_shape(observation, space.shape)
+            check_bytes(array, space.dtype)
             row[...] = array
-            if row.dtype != array.dtype and row.dtype == np.uint8 and not (row == array).all():
-                raise ValueError(f"{array.dtype} that are no bytes; declare its Box so, or round")
 
         return seen, write, {}
     columns = {}
@@ -217,6 +230,8 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
             remark(f"observation: {name} is an image, and flattened; see recipes/dict_image.patch")
         if is_rounded(part):
             remark(f"{ROUNDED}: {name}")
+        if path and "mask" in str(path[-1]):
+            remark(f"observation: {name} forbids no action; see recipes/action_masks.patch")
         width, write_part = vector_writer(part)
         columns[name] = slice(size, size + width), part
         writers.append((path, columns[name][0], write_part))
@@ -431,6 +446,13 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for space in observation_space, action_space:
             if not isinstance(space, gym.Space):
                 raise APIUsageError(f"its space {space!r:.80} is none of Gymnasium's")
+        wrapper = self.envs[-1]
+        while isinstance(wrapper, gym.Wrapper):
+            if isinstance(wrapper, NormalizeObservation | NormalizeReward):
+                name = type(wrapper).__name__
+                flag = "--norm-rewards" if "Reward" in name else "--norm-obs"
+                remark(f"{name}: each copy has its own statistics, no checkpoint any; take {flag}")
+            wrapper = wrapper.env
         observed = flat_observations(observation_space, remark)
         return observed, flat_actions(action_space, remark), action_space
 
@@ -527,14 +549,11 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         return self.envs[0].render()
 
     def close(self):
-        failed = None
-        while self.envs:  # all of them, also if one raises
+        while self.envs:
             try:
                 self.envs.pop().close()
-            except Exception as error:
-                failed = failed or error
-        if failed:
-            raise failed
+            except Exception as error:  # costs nobody a finished run
+                say_once(say, f"warning: an environment's close fails: {error!r:.200}")
 
 
 class GymnasiumEnvs(AdaptedEnvs):
@@ -545,6 +564,10 @@ class GymnasiumEnvs(AdaptedEnvs):
 
     def reset_one(self, i: int, **seed):
         observation, _ = begin(self.envs[i], seed)
+        if seed and self.envs[i].action_space != self.own_action_space:
+            raise APIUsageError(
+                "its first reset changes its action_space; it should be there before"
+            )
         self.observe(i, observation)
         self.over[i] = False
 
@@ -563,6 +586,10 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent. self.agents become those that are possible in env."""
+        if hasattr(env, "agent_iter"):
+            raise APIUsageError(
+                "an AEC environment; pettingzoo.utils.aec_to_parallel makes it parallel"
+            )
         agents = getattr(env, "possible_agents", None)
         self.agents = [] if agents is None else list(agents)
         if not self.agents:
@@ -598,6 +625,11 @@ class PettingZooEnvs(AdaptedEnvs):
             except LookupError as error:
                 problem = f"its {what} name no agent {agent}: {named!r:.80}"
                 raise APIUsageError(problem) from error
+
+    def warn(self, text: str):
+        if not self.warned:
+            say(f"warning: agent {text}")
+        self.warned = True
 
     def show(self, i: int, observations: dict, agents: list):
         """The observations of these agents. No other agent of the environment is there."""
@@ -643,11 +675,15 @@ class PettingZooEnvs(AdaptedEnvs):
             self.reward(row, rewards.get(agent, 0.0))
             if not self.end(row, terminations.get(agent), truncations.get(agent)):
                 if agent in observations and agent in env.agents:
+                    if agent in self.ended[i]:
+                        self.warn(
+                            f"{agent} plays on right after its end: this step's reward is lost"
+                        )
                     continue
                 self.truncations[row] = True
-                if not self.warned and agent not in self.ended[i]:
-                    say(f"warning: agent {agent} is gone, and its episode was not said to end")
-                    self.warned = True
+                if agent not in self.ended[i]:
+                    what = "is not shown" if agent in env.agents else "is gone"
+                    self.warn(f"{agent} {what}, so its episode ends, which was not said")
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
             ended.add(agent)
@@ -784,7 +820,8 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
 def environment_maker(env_id: str, kwargs: dict) -> Callable:
     """What makes a PufferEnv: by a name of Ocean's, a Gymnasium id, or a module with parallel_env.
 
-    An id may begin with the module that registers it: ale_py:ALE/Pong-v5.
+    An id may begin with the module that registers it: ale_py:ALE/Pong-v5. MODULE:CLASS is a
+    PufferEnv of one's own.
     """
     name = env_id.removeprefix("puffer_")
     if name in OCEAN:
@@ -795,6 +832,10 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
     module, _, gym_id = env_id.rpartition(":")
     if module and module_of(module) is None:
         raise APIUsageError(f"there is no module {module}, neither installed nor in this folder")
+    own = getattr(module_of(module), gym_id, None)
+    if inspect.isclass(own) and issubclass(own, pufferlib.PufferEnv):  # of one's own, in C
+        check_arguments(kwargs, own, less=("num_envs", "buf", "seed"))
+        return partial(own, **kwargs)
     if not module and env_id not in gym.registry and "/" not in env_id:
         found = module_of(env_id)
         if hasattr(found, "parallel_env"):
@@ -805,7 +846,10 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
 
             return partial(PettingZooEnvs, make_one)
         if found:
-            raise APIUsageError("this module has no parallel_env, which PettingZoo's have")
+            raise APIUsageError(
+                "this module has no parallel_env, which PettingZoo's have (of an AEC environment "
+                "pettingzoo.utils.aec_to_parallel makes one); a Gymnasium id is MODULE:Name-v0"
+            )
     return partial(GymnasiumEnvs, gymnasium_maker(gym_id, module, kwargs))
 
 

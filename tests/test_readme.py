@@ -40,6 +40,7 @@ STANDS_FOR = {
     "my_ppo.py": "ppo_lstm_puffer.py",
     "my_module:MyEnv-v0": "envs.probes:CueRecall-v0",
     "my_package.my_game": "parallel_game",
+    "my_package.my_c_game:MyClass": "pufferlib.ocean.squared.squared:Squared",
 }
 # Of gcloud, pip, tensorboard and sbatch, in the text.
 FOREIGN_FLAGS = "--worker --command --accelerator-type --version --find-links --logdir --account "
