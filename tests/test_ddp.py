@@ -389,12 +389,12 @@ def start(tmp_path):
     """Starts torchrun in tmp_path, its output in a file there; kills what is left at the end."""
     started = []
 
-    def start_job(*arguments, options=(), ranks=2, output="output"):
+    def start_job(*arguments, options=(), ranks=2, output="output", script=DDP):
         with open(tmp_path / output, "w") as file:
             pipes = {"stdout": file, "stderr": file, "env": environment()}
             torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
             launcher = [*PYTHON, *torchrun, "--local-addr=127.0.0.1", *options]
-            where = {"cwd": tmp_path, "script": DDP, "launcher": launcher}
+            where = {"cwd": tmp_path, "script": script, "launcher": launcher}
             job = start_script(*arguments, *CPU, start_new_session=True, **where, **pipes)
         started.append(job)
         return job
@@ -414,13 +414,26 @@ def first_checkpoint(folder: pathlib.Path, job) -> pathlib.Path:
     return wait_for(lambda: [*folder.glob("runs/*/trainer_state.pt")], job)[0].parent
 
 
+VOTE = "        dist.all_reduce(told"  # after it an iteration counts
+
+
+def until_go(tmp_path) -> pathlib.Path:
+    """The script, which waits before it counts the sixth iteration until the file `go` is there."""
+    fork = tmp_path / DDP.name
+    there = f"Path({str(tmp_path / 'go')!r}).exists()"
+    waits = f"        while self.step == 1280 and not {there}:\n            time.sleep(0.02)\n"
+    fork.write_text(DDP.read_text().replace(VOTE, waits + VOTE))
+    return fork
+
+
 def test_killed_rank_restarts_the_job_from_its_last_checkpoint(start, tmp_path):
     arguments = ["--total-timesteps", END, "--checkpoint-interval", "4"]
-    job = start(*arguments, options=["--max-restarts=1"])
+    job = start(*arguments, options=["--max-restarts=1"], script=until_go(tmp_path))
     run = first_checkpoint(tmp_path, job)
     first = ranks_of(job)
     step = checkpoint(run)["step"]
     first[0].kill()  # rank 1: two torchruns, below
+    (tmp_path / "go").touch()
     assert job.wait(180) == 0
     assert end_of(run)["exit_reason"] == "completed"
     assert list(tmp_path.glob("runs/*")) == [run]
@@ -483,7 +496,7 @@ def test_rank_that_hangs_while_it_imports_is_noticed(start, tmp_path):
 
 
 def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
-    with started_ranks(*LONG, "--dist-timeout", "4", cwd=tmp_path) as (first, second):
+    with started_ranks(*LONG, "--dist-timeout", "20", cwd=tmp_path) as (first, second):
         run = first_checkpoint(tmp_path, first)
         second.send_signal(signal.SIGSTOP)
         _, stderr = first.communicate(timeout=60)
@@ -492,11 +505,10 @@ def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
     assert errors(stderr) and "gloo" in end_of(run)["exit_reason"]
 
 
-def test_steps_of_a_checkpoint_have_their_line_whenever_a_rank_dies(tmp_path):
-    vote = "        dist.all_reduce(told"
-    dies = f"        if RANK == 1 and self.step >= 768:\n            os._exit(1)\n{vote}"
+def test_steps_of_a_checkpoint_have_their_line_if_a_rank_dies_at_the_end_of_an_iteration(tmp_path):
+    dies = f"        if RANK == 1 and self.step >= 768:\n            os._exit(1)\n{VOTE}"
     fork = tmp_path / DDP.name
-    fork.write_text(DDP.read_text().replace(vote, dies))
+    fork.write_text(DDP.read_text().replace(VOTE, dies))
     assert run_ranks(*LONG, cwd=tmp_path, script=fork).returncode != 0
     run = newest_run(tmp_path)
     assert checkpoint(run)["step"] == steps_of(run)[-1]
@@ -523,10 +535,12 @@ def test_diverged_job_ends_on_every_rank(tmp_path):
 
 
 def endpoint() -> str:
-    """torchrun's words for a place to meet on this machine."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return f"--rdzv-endpoint=localhost:{listener.getsockname()[1]}"
+    """torchrun's words for a place to meet on this machine: no port that others get unasked."""
+    for port in range(20000 + os.getpid() % 10000, 32768):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("localhost", port))
+            return f"--rdzv-endpoint=localhost:{port}"
+    raise OSError("no port is free")
 
 
 def test_two_torchruns_train_together_and_survive_a_killed_rank(start, tmp_path):
@@ -536,11 +550,13 @@ def test_two_torchruns_train_together_and_survive_a_killed_rank(start, tmp_path)
     jobs = []
     for i in range(2):
         options = [*common, f"--rdzv-conf=is_host={int(i == 0)}"]
-        jobs.append(start(*arguments, options=options, ranks=1, output=f"output{i}"))
+        more = {"ranks": 1, "output": f"output{i}", "script": until_go(tmp_path)}
+        jobs.append(start(*arguments, options=options, **more))
     run = first_checkpoint(tmp_path, jobs[0])
     ranks = {number: rank for job in jobs for number, rank in ranks_of(job).items()}
     assert ranks.keys() == {0, 1}
     ranks[1].kill()
+    (tmp_path / "go").touch()
     assert [job.wait(300) for job in jobs] == [0, 0]
     assert list(tmp_path.glob("runs/*")) == [run] and run.name.endswith("__test")
     assert end_of(run)["exit_reason"] == "completed"

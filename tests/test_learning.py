@@ -22,7 +22,7 @@ FAR_REWARD = f"""{TRAIN} --env-id envs.probes:FarReward-v0 --env.shown 128 --num
     --num-steps 64 --minibatch-size 1024 --total-timesteps 200000 --gamma 0.999 --gae-lambda 0.95
     --learning-rate 0.02 --adam-learning-rate 0.001 --vf-clip-coef 0.2 --vf-coef 2 --ent-coef 0.001
     --log-interval 4""".split()
-BREAKOUT = """--env-id breakout --num-envs 256 --total-timesteps 500000 --hidden-size 64
+BREAKOUT = """--env-id breakout --num-envs 256 --total-timesteps 700000 --hidden-size 64
     --no-compile --learning-rate 0.015 --anneal linear"""
 
 
