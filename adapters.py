@@ -116,12 +116,6 @@ def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def check_bytes(array: np.ndarray, dtype: np.dtype):
-    """Raises if the space's dtype is bytes and they are none: 0.5 of 1 where 128 should be."""
-    if dtype == np.uint8 != array.dtype and (array != array.astype(np.uint8)).any():
-        raise ValueError(f"{array.dtype} that are no bytes; declare its Box so, or round")
-
-
 def number(value) -> float:
     """Of whatever holds one: a number, an array of shape (1,), a Decimal."""
     return value if isinstance(value, (float, int)) else float(np.squeeze(value))
@@ -132,6 +126,9 @@ def truth(value) -> bool:
     return value is not None and bool(number(value))
 
 
+NO_BYTES = "that are no bytes; declare its Box so, or round"
+
+
 def vector_writer(space: gym.Space) -> tuple[int, Callable]:
     """How many numbers an observation becomes, and the function that writes them into such a row.
 
@@ -139,11 +136,13 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
     """
     if isinstance(space, Box):
         scale = np.where((space.low == 0) & (space.high == 255), 1 / 255, 1).ravel()
+        is_bytes = space.dtype == np.uint8
 
         def write(row: np.ndarray, observation):
-            array = as_shape(observation, space.shape)
-            check_bytes(array, space.dtype)
-            row[:] = array.ravel() * scale
+            array = as_shape(observation, space.shape).ravel()
+            if is_bytes and array.dtype.kind == "f" and (array[scale < 1] % 1 > 0).any():
+                raise ValueError(f"{array.dtype} {NO_BYTES}")
+            row[:] = array * scale
 
         return scale.size, write
     if isinstance(space, MultiBinary):
@@ -214,8 +213,9 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 
         def write(row: np.ndarray, observation):
             array = as_shape(observation, space.shape)
-            check_bytes(array, space.dtype)
             row[...] = array
+            if row.dtype != array.dtype and row.dtype == np.uint8 and not (row == array).all():
+                raise ValueError(f"{array.dtype} {NO_BYTES}")
 
         return seen, write, {}
     columns = {}
@@ -231,7 +231,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
         if is_rounded(part):
             remark(f"{ROUNDED}: {name}")
         if path and "mask" in str(path[-1]):
-            remark(f"observation: {name} forbids no action; see recipes/action_masks.patch")
+            remark(f"observation: {name} forbids no action but by recipes/action_masks.patch")
         width, write_part = vector_writer(part)
         columns[name] = slice(size, size + width), part
         writers.append((path, columns[name][0], write_part))
@@ -421,6 +421,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.num_envs = num_envs
         self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
         self.over = [True] * num_envs  # the next step is a reset
+        self.warned = set()  # what was said of agents
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
         try:
@@ -581,15 +582,14 @@ class GymnasiumEnvs(AdaptedEnvs):
             infos.append(dict(numbers_in(info)))
 
 
-class PettingZooEnvs(AdaptedEnvs):
-    warned = False
+TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
 
+
+class PettingZooEnvs(AdaptedEnvs):
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent. self.agents become those that are possible in env."""
         if hasattr(env, "agent_iter"):
-            raise APIUsageError(
-                "an AEC environment; pettingzoo.utils.aec_to_parallel makes it parallel"
-            )
+            raise APIUsageError(f"an AEC environment; {TO_PARALLEL}")
         agents = getattr(env, "possible_agents", None)
         self.agents = [] if agents is None else list(agents)
         if not self.agents:
@@ -626,10 +626,11 @@ class PettingZooEnvs(AdaptedEnvs):
                 problem = f"its {what} name no agent {agent}: {named!r:.80}"
                 raise APIUsageError(problem) from error
 
-    def warn(self, text: str):
-        if not self.warned:
-            say(f"warning: agent {text}")
-        self.warned = True
+    def warn(self, agent, text: str):
+        """Once, of the first agent of which it is true."""
+        if text not in self.warned:
+            say(f"warning: agent {agent} {text}")
+        self.warned.add(text)
 
     def show(self, i: int, observations: dict, agents: list):
         """The observations of these agents. No other agent of the environment is there."""
@@ -676,14 +677,12 @@ class PettingZooEnvs(AdaptedEnvs):
             if not self.end(row, terminations.get(agent), truncations.get(agent)):
                 if agent in observations and agent in env.agents:
                     if agent in self.ended[i]:
-                        self.warn(
-                            f"{agent} plays on right after its end: this step's reward is lost"
-                        )
+                        self.warn(agent, "plays on right after its end: that reward is lost")
                     continue
                 self.truncations[row] = True
                 if agent not in self.ended[i]:
                     what = "is not shown" if agent in env.agents else "is gone"
-                    self.warn(f"{agent} {what}, so its episode ends, which was not said")
+                    self.warn(agent, f"{what}, so its episode ends, which was not said")
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
             ended.add(agent)
@@ -847,8 +846,8 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
             return partial(PettingZooEnvs, make_one)
         if found:
             raise APIUsageError(
-                "this module has no parallel_env, which PettingZoo's have (of an AEC environment "
-                "pettingzoo.utils.aec_to_parallel makes one); a Gymnasium id is MODULE:Name-v0"
+                "this module has no parallel_env, which PettingZoo's have; a Gymnasium id is "
+                f"MODULE:Name-v0; {TO_PARALLEL}"
             )
     return partial(GymnasiumEnvs, gymnasium_maker(gym_id, module, kwargs))
 

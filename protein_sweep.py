@@ -220,17 +220,16 @@ class Run:
         return bool(lines)
 
     def score(self, until: float = np.inf) -> float:
-        """The mean of the last tenth of what came up to this cost (or of the first line)."""
-        points = [point for point in self.points if point[0] <= until] or self.points[:1]
+        """The mean of the last tenth of what came up to this cost."""
+        points = [point for point in self.points if point[0] <= until]
         since = 0.9 * points[-1][0]
         return float(np.mean([score for cost, score in points if cost >= since]))
 
     def watch(self, trial: optuna.Trial, sweep: "Sweep") -> str | None:
         """Until it is over or to be pruned; returns how it ended. Raises RunFailed, UsageError."""
         args = sweep.args
-        pruning = args.pruning and "again" not in trial.user_attrs
         seen = time.monotonic()
-        reported = 0
+        milestones = [args.max_cost_seconds * n / MILESTONES for n in range(1, MILESTONES + 1)]
         while self.process.poll() is None:
             time.sleep(0.1)
             if sweep.stopping:
@@ -240,11 +239,12 @@ class Run:
             if time.monotonic() - seen > args.hang_seconds:
                 raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
             cost = self.points[-1][0] if self.points else 0.0
-            while cost >= (due := (reported + 1) * args.max_cost_seconds / MILESTONES):
-                reported += 1
-                trial.report(self.score(due), reported)
-                if pruning and trial.should_prune():
-                    return "pruned"
+            while milestones and cost >= milestones[0]:
+                due = milestones.pop(0)
+                if self.points[0][0] <= due:
+                    trial.report(self.score(due), MILESTONES - len(milestones))
+                    if args.pruning and "again" not in trial.user_attrs and trial.should_prune():
+                        return "pruned"
         self.read()
         code = self.process.returncode
         tail = self.log.read_text(errors="replace").strip()[-4000:]

@@ -536,7 +536,7 @@ def test_diverged_job_ends_on_every_rank(tmp_path):
 
 def endpoint() -> str:
     """torchrun's words for a place to meet on this machine: no port that others get unasked."""
-    for port in range(20000 + os.getpid() % 10000, 32768):
+    for port in range(20000 + 37 * os.getpid() % 10000, 32768):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("localhost", port))
             return f"--rdzv-endpoint=localhost:{port}"

@@ -358,6 +358,7 @@ def test_what_is_refused_or_fails_to_close_leaves_no_environment_open(capfd):
             raise OSError("is gone")
 
     closed = []
+    adapters.say_once.cache_clear()
     with pytest.raises(pufferlib.APIUsageError, match="Text is not supported"):
         adapters.GymnasiumEnvs(lambda: Closes(space=gym.spaces.Text(3)))
     envs = adapters.GymnasiumEnvs(Closes, 3)
