@@ -35,7 +35,6 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from pufferlib import APIUsageError, env_seed
 from pufferlib.ocean import environment as ocean
 
-STARTED_IN = pathlib.Path.cwd()  # an environment may chdir
 BROKEN = ("connect4", "impulse_wars", "school", "tactical")  # in PufferLib 3.0.0
 OCEAN = [name for name, value in ocean.MAKE_FUNCTIONS.items() if isinstance(value, str)]
 OCEAN = sorted(set(OCEAN) - set(BROKEN))
@@ -852,12 +851,17 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
     return partial(GymnasiumEnvs, gymnasium_maker(gym_id, module, kwargs))
 
 
+started_in = pathlib.Path.cwd()  # when environments were made: they may chdir
+
+
 def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     """num_envs environments, each made with kwargs, vectorized by PufferLib.
 
     In this process, or in num_workers of their own: in two halves if they are even, so that one
     steps while the policy acts on the other. Raises pufferlib.APIUsageError.
     """
+    global started_in
+    started_in = pathlib.Path.cwd()
     if num_envs % max(num_workers, 1):
         raise APIUsageError(
             f"--num-envs, {num_envs} of this process: must be a multiple of --num-workers {num_workers}"

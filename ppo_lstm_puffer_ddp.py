@@ -872,7 +872,7 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
 
 def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
-    folder = adapters.STARTED_IN / (resumed["folder"] if resumed else job_folder(args))
+    folder = adapters.started_in / (resumed["folder"] if resumed else job_folder(args))
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
         jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once

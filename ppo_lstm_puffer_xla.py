@@ -786,7 +786,7 @@ def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
-    folder = adapters.STARTED_IN / (resumed["folder"] if resumed else folder)
+    folder = adapters.started_in / (resumed["folder"] if resumed else folder)
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once

@@ -99,7 +99,6 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool, *file
     if session:
         os.setsid()
     os.chdir(cwd)
-    sys.modules["pufferlib.adapters"].STARTED_IN = pathlib.Path(cwd)  # is imported already
     os.environ.clear()
     os.environ.update(env)
     module = words[0] == "-m"
