@@ -99,6 +99,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool, *file
     if session:
         os.setsid()
     os.chdir(cwd)
+    sys.modules["pufferlib.adapters"].started_in = pathlib.Path(cwd)  # as if imported here
     os.environ.clear()
     os.environ.update(env)
     module = words[0] == "-m"
