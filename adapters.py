@@ -828,9 +828,10 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
         return partial(maker, **kwargs)
     sys.path.insert(0, os.getcwd())  # one's own modules, before others of their names
     module, _, gym_id = env_id.rpartition(":")
-    if module and module_of(module) is None:
+    registers = module_of(module)
+    if module and registers is None:
         raise APIUsageError(f"there is no module {module}, neither installed nor in this folder")
-    own = getattr(module_of(module), gym_id, None)
+    own = getattr(registers, gym_id, None)
     if inspect.isclass(own) and issubclass(own, pufferlib.PufferEnv):  # of one's own, in C
         check_arguments(kwargs, own, less=("num_envs", "buf", "seed"))
         return partial(own, **kwargs)

@@ -417,13 +417,18 @@ def first_checkpoint(folder: pathlib.Path, job) -> pathlib.Path:
 VOTE = "        dist.all_reduce(told"  # after it an iteration counts
 
 
+def before_the_vote(tmp_path, lines: str) -> pathlib.Path:
+    """The script with these lines there."""
+    fork = tmp_path / DDP.name
+    fork.write_text(DDP.read_text().replace(VOTE, lines + VOTE))
+    return fork
+
+
 def until_go(tmp_path) -> pathlib.Path:
     """The script, which waits before it counts the sixth iteration until the file `go` is there."""
-    fork = tmp_path / DDP.name
     there = f"Path({str(tmp_path / 'go')!r}).exists()"
     waits = f"        while self.step == 1280 and not {there}:\n            time.sleep(0.02)\n"
-    fork.write_text(DDP.read_text().replace(VOTE, waits + VOTE))
-    return fork
+    return before_the_vote(tmp_path, waits)
 
 
 def test_killed_rank_restarts_the_job_from_its_last_checkpoint(start, tmp_path):
@@ -506,9 +511,8 @@ def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
 
 
 def test_steps_of_a_checkpoint_have_their_line_if_a_rank_dies_at_the_end_of_an_iteration(tmp_path):
-    dies = f"        if RANK == 1 and self.step >= 768:\n            os._exit(1)\n{VOTE}"
-    fork = tmp_path / DDP.name
-    fork.write_text(DDP.read_text().replace(VOTE, dies))
+    dies = "        if RANK == 1 and self.step >= 768:\n            os._exit(1)\n"
+    fork = before_the_vote(tmp_path, dies)
     assert run_ranks(*LONG, cwd=tmp_path, script=fork).returncode != 0
     run = newest_run(tmp_path)
     assert checkpoint(run)["step"] == steps_of(run)[-1]

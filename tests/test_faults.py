@@ -57,3 +57,27 @@ def test_each_thing_that_went_wrong_is_a_loss(chain):
     assert "every step once" in missing
     (chain.work / "out/run/trainer_state.pt").unlink()
     assert chain.check()[-1] == "no checkpoint"
+
+
+@pytest.mark.parametrize(
+    "said, code, early, losses",
+    [
+        ("sigint: 512 steps", 130, False, []),
+        ("", 0, False, ["exit code 0"]),
+        ("Traceback (most recent call last):\nKeyboardInterrupt", 130, False, ["a traceback"]),
+        ("Traceback (most recent call last):\nKeyboardInterrupt", 130, True, []),
+    ],
+)
+def test_end_other_than_it_should_be_is_a_loss(chain, said, code, early, losses):
+    chain.output.write_text(said)
+    chain.process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    assert chain.settle({130}, early) == losses
+
+
+def test_process_that_is_left_behind_is_a_loss(chain, monkeypatch):
+    monkeypatch.setattr(faults, "GRACE", 0.5)
+    left = subprocess.Popen(["sleep", "100"], env=environment() | {faults.MARK: chain.mark})
+    chain.process = subprocess.Popen(["true"])
+    [loss] = chain.settle({0})
+    assert f"pid={left.pid}" in loss
+    left.kill()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import wsgiref.util
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -645,7 +647,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(toy, arguments, message, mo
 
 
 def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes(tmp_path):
-    """The real script, and an argument of its environment."""
+    """The real script, an argument of its environment, and what optuna-dashboard shows of it."""
     space = "learning_rate: {distribution: log_normal, min: 0.001, max: 0.1}\nenv.frameskip: [2, 4]"
     (tmp_path / "space.yaml").write_text(space)
     fixed = [word if word != "2048" else "16384" for word in SMALL]
@@ -668,3 +670,12 @@ def test_a_sweep_of_the_trainer_ends_with_a_configuration_that_the_trainer_takes
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load(next(tmp_path.glob("runs/*/config.yaml")).read_text())
     assert config["learning_rate"] == best["learning_rate"] and config["hidden_size"] == 32
+
+    from optuna_dashboard import wsgi
+
+    request = {"PATH_INFO": "/api/studies"}
+    wsgiref.util.setup_testing_defaults(request)
+    dashboard = wsgi(f"sqlite:///{folder}/study.db")
+    answer = b"".join(dashboard(request, lambda status, headers, error=None: None))
+    (summary,) = json.loads(answer)["study_summaries"]
+    assert summary["study_name"] == "breakout__ppo_lstm_puffer"

@@ -15,6 +15,9 @@ import torch
 from conftest import PYTHON, ROOT, SMALL, environment, run_script, start_script, succeed
 from reading import checkpoint, end_of, newest_run, read_metrics
 
+import ppo_lstm_puffer as ppo
+import ppo_lstm_puffer_xla as xla
+
 XLA = ROOT / "ppo_lstm_puffer_xla.py"
 ON_CPU = ["--device", "cpu", *(argument for argument in SMALL if argument != "--no-compile")]
 STEPS = 16 * 16  # of an iteration with the small arguments
@@ -56,6 +59,13 @@ def close(ours, theirs, **tolerances):
 
 
 @pytest.fixture(scope="module")
+def device():
+    xla.start_devices(xla.Args(device="cpu"))
+    xla.set_up_torch(1)
+    return xla.torch_xla.device()
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a finished small run, with checkpoints after 4 and 8 iterations."""
     return train("--checkpoint-interval", "4", cwd=tmp_path_factory.mktemp("finished"))
@@ -71,6 +81,28 @@ THREE_ITERATIONS = ["--total-timesteps", 3 * STEPS, "--checkpoint-interval", "1"
 
 
 # The mathematics, piece by piece.
+
+
+def test_the_recurrence_is_the_references_in_values_and_gradients(device):
+    torch.manual_seed(1)
+    T = 9
+    N = 5
+    H = 8
+    dones = (torch.rand(T, N) < 0.3).float()
+    dones[0, 0] = 1
+    h = torch.randn(N, H)
+    c = torch.randn(N, H)
+    learned = torch.randn(T, N, H), torch.randn(4 * H, 2 * H) / 2, torch.randn(4 * H)
+    outer = torch.randn(T, N, H)
+
+    def of(script, device):
+        x, weight, bias = (tensor.to(device).requires_grad_() for tensor in learned)
+        state = (tensor.to(device) for tensor in (h, c, dones))
+        outputs = script.lstm_outputs(x, *state, weight, bias)
+        (outputs * outer.to(device)).sum().backward()
+        return [outputs.detach(), x.grad, weight.grad, bias.grad]
+
+    close(of(xla, device), of(ppo, "cpu"))
 
 
 # I12, and what training must keep.
