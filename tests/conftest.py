@@ -11,6 +11,9 @@ import sys
 import time
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
+for signum in signal.SIGINT, signal.SIGHUP:  # nohup and a shell's & ignore them, and so would runs
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        signal.signal(signum, signal.SIG_DFL)
 
 import numpy as np
 import pytest
