@@ -81,6 +81,11 @@ def is_pixels(space: gym.Space) -> bool:
     return bool((space.high == 255).all())
 
 
+def is_image(space: gym.Space) -> bool:
+    """Pixels with two sides of 36 or more, which the convolutions need."""
+    return is_pixels(space) and sorted(space.shape)[-2] >= 36
+
+
 def is_text(space: gym.Space) -> bool:
     """Text, or another space of strings, as MiniGrid's MissionSpace."""
     return space.dtype is not None and np.dtype(space.dtype).kind == "U"
@@ -910,6 +915,13 @@ def lock(file):
         raise
     except OSError as error:  # some file systems of clusters have no locks
         say(f"warning: {file.name}: {error}; nobody stops a second process that writes it")
+
+
+def write_whole(path: pathlib.Path, content: bytes):
+    """Whoever reads it sees the old file or the new one, whole."""
+    part = path.with_name(f"{path.name}.tmp")
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 def keep_freed_memory():

@@ -15,7 +15,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import signal
 import sys
@@ -37,6 +36,7 @@ import torch
 import tyro
 import yaml
 from pufferlib import adapters  # it is install_pufferlib.sh that puts this there
+from pufferlib.adapters import say  # prints a line for people
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -115,9 +115,8 @@ class Agent(nn.Module):
         super().__init__()
         hidden = args.hidden_size
         shape = observation_space.shape
-        # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
         self.pixels = adapters.is_pixels(observation_space)
-        self.image = self.pixels and sorted(shape)[-2] >= 36
+        self.image = adapters.is_image(observation_space)  # the smallest side is the channels
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
@@ -316,7 +315,7 @@ class Minibatch(NamedTuple):
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     """A minibatch of segments, drawn by the advantages of the newest values and ratios.
 
-    Arguments: of `compute_advantages`, `sample_segments`. Returns it, and all advantages (T, N).
+    Arguments: of `compute_advantages` and `sample_segments`.
     """
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps
@@ -329,7 +328,7 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
         centered = (advantages - advantages.sum() / count) * valid
         normalized = centered / ((centered**2).sum() / count + 1e-16).sqrt()
     weight = valid[:, segments] * weight / count
-    return Minibatch(segments, normalized[:, segments], returns, values, weight), advantages
+    return Minibatch(segments, normalized[:, segments], returns, values, weight)
 
 
 def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
@@ -493,11 +492,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
             h[rows] = new_h
             c[rows] = new_c
 
-    def update() -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws a minibatch and takes an optimizer step. Returns all advantages, and LOSSES."""
+    def update() -> torch.Tensor:
+        """Draws a minibatch and takes an optimizer step. Returns LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        drawn = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
-        minibatch, advantages = drawn
+        minibatch = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
         sums = zeros(len(LOSSES) - 1)
         agent.zero_grad()
         at_once = args.max_minibatch_size // T  # segments; their gradients add up
@@ -517,7 +515,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         for optimizer in optimizers:
             optimizer.step()
         means = sums / minibatch.weight.sum().clamp_min(1e-12)  # for the log; the loss has sums
-        return advantages, torch.cat((grad_norm[None], means))
+        return torch.cat((grad_norm[None], means))
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
     if args.cuda_graphs and args.device == "cuda":
@@ -556,13 +554,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
             optimizer.param_groups[0]["lr"].fill_(rate * schedules[args.anneal])
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
-        rollout_values = values[:T].clone()
+        rollout_values = values.clone()
         statistics = zeros(len(LOSSES))
-        for i in range(num_minibatches):
-            advantages, terms = update()
-            statistics += terms
-            if i == 0:  # of the policy that acted
-                rollout_advantages = advantages.clone()
+        for _ in range(num_minibatches):
+            statistics += update()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
             observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
@@ -574,9 +569,11 @@ def train(args: Args, envs: "Envs", run: "Run"):
             raise adapters.NotFinite(f"{losses}; largest {seen}; docs/trouble.md")
         over = run.exit_reason is not None
         if run.iteration % args.log_interval == 0 or over:
+            of_rollout = rollout_values, rewards, dones, valid[:T], torch.ones_like(ratio), args
+            advantages = compute_advantages(*of_rollout)
+            returns = advantages + rollout_values[:T]
             counted = valid[:T] > 0
-            returns = (rollout_advantages + rollout_values)[counted]
-            unexplained = rollout_advantages[counted].var() / returns.var().clamp_min(1e-12)
+            unexplained = advantages[counted].var() / returns[counted].var().clamp_min(1e-12)
             losses["explained_variance"] = 1 - unexplained.item()
             run.log(losses, args.learning_rate * schedules[args.anneal])
         if run.iteration % args.checkpoint_interval == 0:
@@ -590,9 +587,6 @@ def train(args: Args, envs: "Envs", run: "Run"):
 # PLUMBING: not needed to understand the algorithm, but for `Envs.receive` (dones and valid).
 
 
-say = adapters.say  # prints a line for people
-
-
 def fail(message: str):
     """Ends the program for a wrong argument: one line, exit code 2."""
     say(f"error: {message}")
@@ -600,12 +594,11 @@ def fail(message: str):
 
 
 def set_up_torch(args: Args, envs: "Envs", seed: int):
-    """Seeds, threads, memory, what is compiled, a GPU's stream. Before the first weights."""
-    random.seed(seed)
-    np.random.seed(seed)
+    """Seed, threads, memory, what is compiled, a GPU's stream. Before the first weights."""
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
-    if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
+    # So many GFLOP of an update are worth a thread. Convolutions take all that there are.
+    if "OMP_NUM_THREADS" not in os.environ and not adapters.is_image(envs.observation_space):
         worth = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
         worth = 0.5 if args.precision == "float32" else worth
         steps = min(args.minibatch_size, args.max_minibatch_size)
@@ -709,7 +702,7 @@ class Envs:
             self.ended[agents] = False
         for info in infos:
             weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
-            for key, value in info.items():
+            for key, value in adapters.numbers_in(info):
                 self.logs[key].append((value, weight))
         return agents, observations, rewards, np.float32(dones), np.float32(valid)
 
@@ -751,9 +744,10 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
-    files = [Path(path, "trainer_state.pt")]
+    files = [Path(path, "trainer_state.pt").expanduser()]
     if path == "latest":
-        files = sorted(Path(output_dir).glob("*/trainer_state.pt"), key=os.path.getmtime)
+        folders = Path(output_dir).expanduser()
+        files = sorted(folders.glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
         state = torch.load(files[-1], map_location="cpu")
         return state | {"folder": files[-1].parent, "config": state["config"]}  # or KeyError
@@ -764,14 +758,16 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
 def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
+    folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-")).expanduser()
     folder = adapters.started_in / (resumed["folder"] if resumed else folder)
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once
         adapters.lock(jsonl)
-    except FileExistsError:  # another start in this second
-        time.sleep(1)
+    except FileExistsError as error:
+        if not folder.is_dir():  # a file is in the way, or a link to nowhere
+            fail(f"--output-dir {args.output_dir}: {error}")
+        time.sleep(1)  # another start in this second
         return open_folder(args, resumed)
     except BlockingIOError:
         fail(f"--resume {folder}: this run is still on")
@@ -817,9 +813,11 @@ class Run(contextlib.AbstractContextManager):
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
             fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
-        self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
-        (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
+        size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
+        self.jsonl.truncate(size)  # the lines after it will come again
+        config = yaml.safe_dump(self.config, sort_keys=False)
+        adapters.write_whole(self.folder / "config.yaml", config.encode())
+        adapters.write_whole(self.folder / Path(__file__).name, Path(__file__).read_bytes())
 
     @property
     def seconds(self) -> float:
@@ -846,9 +844,6 @@ class Run(contextlib.AbstractContextManager):
             self.compiled = True
             self.began = time.perf_counter()
             self.start_interval()
-            for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
-                if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
-                    signal.signal(signum, lambda number, _: self.signals.append(number))
             if self.args.profile:
                 schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)
                 trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
@@ -856,6 +851,9 @@ class Run(contextlib.AbstractContextManager):
                 self.profiler.start()
         if self.profiler:
             self.profiler.step()
+        for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks; again: envs take them
+                signal.signal(signum, lambda number, _: self.signals.append(number))
 
     def start_interval(self):
         self.last_log = time.perf_counter()
@@ -896,16 +894,17 @@ class Run(contextlib.AbstractContextManager):
         state["metrics_size"] = os.path.getsize(self.jsonl.name)
         env_name = self.args.env_id.replace("/", "-").replace(":", "-")
         files = {f"model_{env_name}_{self.iteration:06d}.pt": model, "trainer_state.pt": state}
-        for name, content in files.items():  # whoever reads sees the old file or the new one, whole
+        for name, content in files.items():
             file = io.BytesIO()  # of a full disk torch.save itself would say "unexpected pos"
             torch.save(content, file)
-            (self.folder / f"{name}.tmp").write_bytes(file.getbuffer())
-            os.replace(self.folder / f"{name}.tmp", self.folder / name)
+            adapters.write_whole(self.folder / name, file.getbuffer())
 
     def __exit__(self, kind, error, traceback):
         """Whatever the end is, what was learned is saved, and the last line says why it ended."""
         if kind is SystemExit and not self.compiled:
             return  # `begin` refused
+        if self.profiler:
+            self.profiler.stop()
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
         finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
         try:
@@ -946,14 +945,16 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
     large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
-    given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
+    known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
+    given, _ = known(args=words)
     resumed = None
     if given.config:
         try:
-            config = yaml.load(Path(given.config).read_text(), adapters.Loader)
-            words = [*as_words(config), *words]
+            text = Path(given.config).expanduser().read_text()
+            words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
+        given, _ = known(args=words)  # the file may have a resume or an output_dir
     if given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]
@@ -1006,8 +1007,8 @@ def main(args: Args, resumed: dict | None = None) -> int:
             batch = envs.num_agents * args.num_steps
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
-            set_up_torch(args, envs, seed)
             envs.reset()  # here, so that what is wrong (not in workers) leaves no folder
+            set_up_torch(args, envs, seed)  # after it: an environment may seed torch
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:

@@ -13,7 +13,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import signal
 import sys
@@ -129,9 +128,8 @@ class Agent(nn.Module):
         super().__init__()
         hidden = args.hidden_size
         shape = observation_space.shape
-        # The convolutions need two sides of 36 or more; the smallest dimension is the channels.
         self.pixels = adapters.is_pixels(observation_space)
-        self.image = self.pixels and sorted(shape)[-2] >= 36
+        self.image = adapters.is_image(observation_space)  # the smallest side is the channels
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
@@ -328,47 +326,42 @@ class Minibatch(NamedTuple):
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
-    """Advantages from the newest values and ratios, and a rank's share of a minibatch by them.
-
-    Arguments: see those two. Returns the share, which `weigh` finishes, and totals (5) over all
-    steps that count: how many, then sum and sum of squares of the advantages and of the returns.
-    """
+    """A rank's share of a minibatch, which `weigh` finishes, and all advantages (T, N)."""
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps // WORLD_SIZE
     segments, weight = sample_segments(advantages, valid, uniform, k, args.prio_alpha, beta)
-    returns = advantages + values[:-1]
-    of_segments = [tensor[:, segments] for tensor in (advantages, returns, values[:-1])]
-    share = Minibatch(segments, *of_segments, valid[:, segments] * weight)
-    x = torch.stack((advantages, returns)).double() * valid  # lest square - mean**2 be noise
-    totals = torch.stack((x.sum((1, 2)), (x**2).sum((1, 2))), dim=1)
-    return share, torch.cat((valid.sum()[None], totals.flatten()))
+    values = values[:-1, segments]
+    returns = advantages[:, segments] + values
+    weight = valid[:, segments] * weight
+    return Minibatch(segments, advantages[:, segments], returns, values, weight), advantages
 
 
-def weigh(share: Minibatch, totals: torch.Tensor, args: Args) -> Minibatch:
-    """Finishes a rank's share by the totals (5) of all ranks: see `draw_minibatch`."""
-    count = totals[0].clamp_min(1)
-    _, mean, square, _, _ = totals / count
+def moments(x: torch.Tensor, counted: torch.Tensor):
+    """Of x (T, N, ...) where counted (T, N) is 1, on all ranks: how many, mean, variance (...)."""
+    x = x.double()  # lest square - mean**2 be noise
+    counted = counted.view(*counted.shape, *[1] * (x.ndim - 2)).expand_as(x)
+    totals = torch.stack((counted, counted * x, counted * x**2)).sum((1, 2))
+    dist.all_reduce(totals)
+    _, mean, square = totals / totals[0].clamp_min(1)
+    return totals[0], mean, square - mean**2
+
+
+def weigh(share: Minibatch, count, mean, variance, args: Args) -> Minibatch:
+    """Finishes a rank's share of a minibatch by the `moments` of all advantages."""
     advantages = share.advantages
     if args.norm_adv:
-        advantages = (advantages - mean) / ((square - mean**2).clamp_min(0) + 1e-16).sqrt()
-    return share._replace(advantages=advantages, weight=share.weight / count)
+        advantages = (advantages - mean) / (variance.clamp_min(0) + 1e-16).sqrt()
+    return share._replace(advantages=advantages, weight=share.weight / count.clamp_min(1))
 
 
-def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
-    """Adds x (n, features) of all ranks to the statistics of all rows ever seen."""
-    x = x.double()
-    count = x.new_full(x.shape[1:], len(x))
-    totals = torch.stack((count, x.sum(0), (x**2).sum(0)))
-    dist.all_reduce(totals)
-    if totals[0, 0] == 0:  # whoever acts was reset just now, or away
-        return
-    _, mean, square = totals / totals[0]
-    norm.num_batches_tracked += totals[0, 0].long()  # here: rows
-    share = totals[0, 0].float() / norm.num_batches_tracked
-    variance = (square - mean**2).float()
+def observe(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
+    """Adds x (T, N, features) where counted is 1 to the statistics of all rows ever seen."""
+    rows, mean, variance = moments(x, counted)
+    norm.num_batches_tracked += rows[0].long()  # here: rows
+    share = (rows[0] / norm.num_batches_tracked.clamp_min(1)).float()  # 0: who acts was reset
     change = mean.float() - norm.running_mean
     norm.running_mean += share * change
-    norm.running_var.lerp_(variance + (1 - share) * change**2, share)
+    norm.running_var.lerp_(variance.float() + (1 - share) * change**2, share)
     norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # float32 has no more digits
 
 
@@ -528,13 +521,12 @@ def train(args: Args, envs: "Envs", run: "Run"):
             h[rows] = new_h
             c[rows] = new_c
 
-    def update() -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws a minibatch and takes an optimizer step. Returns the draw's totals, and LOSSES."""
+    def update() -> torch.Tensor:
+        """Draws a minibatch and takes an optimizer step. Returns LOSSES."""
         uniform = torch.rand(N + 1, device=device)
         drawn = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
-        share, totals = drawn
-        dist.all_reduce(totals)
-        minibatch = weigh(share, totals, args)
+        share, advantages = drawn
+        minibatch = weigh(share, *moments(advantages, valid[:T]), args)
         flat.zero_()
         at_once = args.max_minibatch_size // T  # segments; their gradients add up
         parts = zip(*(tensor.split(at_once, -1) for tensor in minibatch), strict=True)
@@ -554,7 +546,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         for optimizer in optimizers:
             optimizer.step()
         means = sums[:-1] / sums[-1].clamp_min(1e-12)
-        return totals, torch.cat((grad_norm[None], means))
+        return torch.cat((grad_norm[None], means))
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
     if args.cuda_graphs and args.device == "cuda":
@@ -586,7 +578,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # at t = 0, discounted[-1] is the last of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
-            observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
+            observe(agent.return_norm, discounted.unsqueeze(-1), valid[:T])
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
@@ -597,15 +589,13 @@ def train(args: Args, envs: "Envs", run: "Run"):
             optimizer.param_groups[0]["lr"].fill_(rate * schedules[args.anneal])
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
+        rollout_values = values.clone()
         statistics = zeros(len(LOSSES))
-        for i in range(num_minibatches):
-            totals, terms = update()
-            statistics += terms
-            if i == 0:  # of the policy that acted
-                rollout_mean = totals / totals[0].clamp_min(1)
+        for _ in range(num_minibatches):
+            statistics += update()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
-            observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
+            observe(agent.observation_norm[0], observations[:T].flatten(2), valid[:T])
         signal.alarm(0)
 
         # LOGGING, CHECKPOINT
@@ -615,9 +605,12 @@ def train(args: Args, envs: "Envs", run: "Run"):
             raise adapters.NotFinite(f"{losses}; largest {seen}; docs/trouble.md")
         over = run.exit_reason is not None
         if run.iteration % args.log_interval == 0 or over:
-            _, mean, square, mean_return, square_return = rollout_mean.tolist()
-            variance = max(square_return - mean_return**2, 1e-12)
-            losses["explained_variance"] = 1 - (square - mean**2) / variance
+            of_rollout = rollout_values, rewards, dones, valid[:T], torch.ones_like(ratio), args
+            advantages = compute_advantages(*of_rollout)
+            returns = advantages + rollout_values[:T]
+            *_, variances = moments(torch.stack((advantages, returns), -1), valid[:T])
+            unexplained = variances[0] / variances[1].clamp_min(1e-12)
+            losses["explained_variance"] = 1 - unexplained.item()
             run.log(losses, args.learning_rate * schedules[args.anneal])
         if run.iteration % args.checkpoint_interval == 0:
             run.save()
@@ -644,12 +637,11 @@ def fail(message: str):
 
 
 def set_up_torch(args: Args, envs: "Envs", seed: int):
-    """Seeds, threads, memory, what is compiled, a GPU's stream. Before the first weights."""
-    random.seed(seed)
-    np.random.seed(seed)
+    """Seed, threads, memory, what is compiled, a GPU's stream. Before the first weights."""
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
-    if "OMP_NUM_THREADS" not in os.environ:  # so many GFLOP of an update are worth a thread
+    # So many GFLOP of an update are worth a thread. Convolutions take all that there are.
+    if "OMP_NUM_THREADS" not in os.environ and not adapters.is_image(envs.observation_space):
         worth = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
         worth = 0.5 if args.precision == "float32" else worth
         steps = min(args.minibatch_size, args.max_minibatch_size)
@@ -753,7 +745,7 @@ class Envs:
             self.ended[agents] = False
         for info in infos:
             weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
-            for key, value in info.items():
+            for key, value in adapters.numbers_in(info):
                 self.logs[key].append((value, weight))
         return agents, observations, rewards, np.float32(dones), np.float32(valid)
 
@@ -855,14 +847,15 @@ def job_folder(args: Args) -> Path:
     if job == "none":
         fail("torchrun needs --rdzv-id with these flags: it names the run's folder")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}"
-    return Path(args.output_dir, name.replace("/", "-").replace(":", "-"))
+    return Path(args.output_dir, name.replace("/", "-").replace(":", "-")).expanduser()
 
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
-    files = [Path(path, "trainer_state.pt")]
+    files = [Path(path, "trainer_state.pt").expanduser()]
     if path == "latest":
-        files = sorted(Path(output_dir).glob("*/trainer_state.pt"), key=os.path.getmtime)
+        folders = Path(output_dir).expanduser()
+        files = sorted(folders.glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
         state = torch.load(files[-1], map_location="cpu")
         return state | {"folder": files[-1].parent, "config": state["config"]}  # or KeyError
@@ -877,8 +870,10 @@ def open_folder(args: Args, resumed: dict | None):
         folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
         jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once
         adapters.lock(jsonl)
-    except FileExistsError:  # another start in this second
-        time.sleep(1)
+    except FileExistsError as error:
+        if not folder.is_dir():  # a file is in the way, or a link to nowhere
+            fail(f"--output-dir {args.output_dir}: {error}")
+        time.sleep(1)  # another start in this second
         return open_folder(args, resumed)
     except BlockingIOError:
         fail(f"--resume {folder}: this run is still on")
@@ -929,9 +924,11 @@ class Run(contextlib.AbstractContextManager):
             fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
         if RANK > 0:
             return
-        self.jsonl.truncate(self.resumed["metrics_size"])  # the lines after it will come again
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
-        (self.folder / Path(__file__).name).write_text(Path(__file__).read_text())
+        size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
+        self.jsonl.truncate(size)  # the lines after it will come again
+        config = yaml.safe_dump(self.config, sort_keys=False)
+        adapters.write_whole(self.folder / "config.yaml", config.encode())
+        adapters.write_whole(self.folder / Path(__file__).name, Path(__file__).read_bytes())
 
     @property
     def seconds(self) -> float:
@@ -961,9 +958,6 @@ class Run(contextlib.AbstractContextManager):
             self.compiled = True
             self.began = time.perf_counter()
             self.start_interval()
-            for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
-                if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
-                    signal.signal(signum, lambda number, _: self.signals.append(number))
             if self.args.profile:
                 schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)
                 trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
@@ -971,6 +965,9 @@ class Run(contextlib.AbstractContextManager):
                 self.profiler.start()
         if self.profiler:
             self.profiler.step()
+        for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks; again: envs take them
+                signal.signal(signum, lambda number, _: self.signals.append(number))
 
     def start_interval(self):
         self.last_log = time.perf_counter()
@@ -1011,16 +1008,17 @@ class Run(contextlib.AbstractContextManager):
         state["metrics_size"] = os.path.getsize(self.jsonl.name)
         env_name = self.args.env_id.replace("/", "-").replace(":", "-")
         files = {f"model_{env_name}_{self.iteration:06d}.pt": model, "trainer_state.pt": state}
-        for name, content in files.items():  # whoever reads sees the old file or the new one, whole
+        for name, content in files.items():
             file = io.BytesIO()  # of a full disk torch.save itself would say "unexpected pos"
             torch.save(content, file)
-            (self.folder / f"{name}.tmp").write_bytes(file.getbuffer())
-            os.replace(self.folder / f"{name}.tmp", self.folder / name)
+            adapters.write_whole(self.folder / name, file.getbuffer())
 
     def __exit__(self, kind, error, traceback):
         """Whatever the end is, what was learned is saved, and the last line says why it ended."""
         if kind is SystemExit and not self.compiled:
             return  # `begin` refused
+        if self.profiler:
+            self.profiler.stop()
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
         finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
         try:
@@ -1071,14 +1069,16 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
     large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
-    given, _ = tyro.cli(Args, args=words, add_help=False, return_unknown_args=True)
+    known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
+    given, _ = known(args=words)
     resumed = None
     if given.config:
         try:
-            config = yaml.load(Path(given.config).read_text(), adapters.Loader)
-            words = [*as_words(config), *words]
+            text = Path(given.config).expanduser().read_text()
+            words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
+        given, _ = known(args=words)  # the file may have a resume or an output_dir
     if given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]
@@ -1135,8 +1135,8 @@ def main(words: list[str]) -> int:
             batch = envs.num_agents * args.num_steps * WORLD_SIZE
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
-            set_up_torch(args, envs, seed)
             envs.reset()  # here, so that what is wrong (not in workers) leaves no folder
+            set_up_torch(args, envs, seed)  # after it: an environment may seed torch
             with (OtherRun if RANK else Run)(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:

@@ -61,11 +61,11 @@ def without_weights():
     draw = ppo.draw_minibatch
 
     def draw_minibatch(*inputs):
-        minibatch, advantages = draw(*inputs)
+        minibatch = draw(*inputs)
         counted = (minibatch.weight > 0).float()
         same = counted / counted.sum().clamp_min(1)
         weighted = minibatch.advantages * minibatch.weight / same.clamp_min(1e-9)  # the policy's
-        return minibatch._replace(advantages=weighted, weight=same), advantages
+        return minibatch._replace(advantages=weighted, weight=same)
 
     ppo.draw_minibatch = draw_minibatch
 
@@ -75,13 +75,13 @@ def without_batch_statistics():
     draw = ppo.draw_minibatch
 
     def draw_minibatch(*inputs):
-        minibatch, advantages = draw(*inputs)
+        minibatch = draw(*inputs)
         counted = minibatch.weight > 0
-        drawn = advantages[:, minibatch.segments]
+        drawn = minibatch.returns - minibatch.values
         mean = drawn[counted].mean()
         deviation = drawn[counted].std(correction=0) + 1e-8
         drawn = (drawn - mean) / deviation * counted
-        return minibatch._replace(advantages=drawn), advantages
+        return minibatch._replace(advantages=drawn)
 
     ppo.draw_minibatch = draw_minibatch
     without_weights()

@@ -11,9 +11,6 @@ import sys
 import time
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two test workers on two cores
-for signum in signal.SIGINT, signal.SIGHUP:  # nohup and a shell's & ignore them, and so would runs
-    if signal.getsignal(signum) == signal.SIG_IGN:
-        signal.signal(signum, signal.SIG_DFL)
 
 import numpy as np
 import pytest
@@ -22,6 +19,10 @@ from forks import Fork
 from reading import newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
+
+for signum in signal.SIGINT, signal.SIGHUP:  # nohup and a shell's & ignore them, and so would runs
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        signal.signal(signum, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_lstm_puffer.py"

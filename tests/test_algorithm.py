@@ -62,7 +62,7 @@ def record_training(folder, env_id, segments=3, **arguments) -> list[SimpleNames
         names = ("values", "rewards", "dones", "valid")
         records.append(SimpleNamespace(**{n: x.clone() for n, x in zip(names, tensors)}, parts=[]))
         drawn = original(*tensors)
-        records[-1].segments = drawn[0].segments
+        records[-1].segments = drawn.segments
         return drawn
 
     def encode(agent, observations, original=ppo.Agent.encode):
@@ -552,11 +552,11 @@ def test_with_beta_one_policy_value_and_entropy_terms_are_unbiased(valid):
         return ppo.ppo_loss(agent, *taken, minibatch, args)[3][:3].double()
 
     whole = ppo.Args(**HALF | {"minibatch_size": 64, "prio_alpha": 0.0})
-    everything, _ = ppo.draw_minibatch(*tensors, torch.rand(17), 1.0, whole)
+    everything = ppo.draw_minibatch(*tensors, torch.rand(17), 1.0, whole)
     assert sorted(everything.segments.tolist()) == list(range(16))
     uniform = torch.rand(3000, 17)
     draw = functools.partial(ppo.draw_minibatch, *tensors, beta=1.0, args=args)
-    found = torch.vmap(lambda numbers: terms(draw(numbers)[0]))(uniform)
+    found = torch.vmap(lambda numbers: terms(draw(numbers)))(uniform)
     error = found.std(0) / len(found) ** 0.5
     expected = terms(everything)
     assert ((found.mean(0) - expected).abs() < 4 * error + 1e-7).all()
@@ -570,10 +570,10 @@ def test_weights_sum_to_one_and_agents_that_are_away_are_not_drawn(alpha, beta):
     valid = torch.ones(4, 16)
     valid[:, 6:] = 0
     draw = functools.partial(ppo.draw_minibatch, *batch(valid=valid), beta=beta, args=args)
-    drawn, _ = torch.vmap(draw)(torch.rand(2000, 17))
+    drawn = torch.vmap(draw)(torch.rand(2000, 17))
     assert drawn.segments.max() < 6
     assert drawn.weight.sum((1, 2)).mean() == pytest.approx(1, abs=0.02)
-    nobody, _ = ppo.draw_minibatch(*batch(valid=0 * valid), torch.rand(17), beta, args)
+    nobody = ppo.draw_minibatch(*batch(valid=0 * valid), torch.rand(17), beta, args)
     assert (nobody.weight == 0).all()
 
 
@@ -583,9 +583,8 @@ def test_a_minibatch_has_the_newest_values_returns_and_weights_of_its_segments()
     valid = torch.tensor([[1, 1, 0], [1, 1, 0.0]])
     values = torch.full((3, 3), 0.5)
     tensors = (values, rewards, torch.zeros(3, 3), valid, torch.ones(2, 3), torch.rand(4), 1.0)
-    minibatch, advantages = ppo.draw_minibatch(*tensors, args)
+    minibatch = ppo.draw_minibatch(*tensors, args)
     order = minibatch.segments.argsort()
-    torch.testing.assert_close(advantages, (rewards - 0.5) * valid)
     torch.testing.assert_close(minibatch.returns[:, order], rewards[:, :2])
     torch.testing.assert_close(minibatch.values, values[:2, :2])
     torch.testing.assert_close(minibatch.weight[:, order], valid[:, :2] / 4)
@@ -788,8 +787,8 @@ def test_both_learning_rates_fall_as_they_are_told(tmp_path, monkeypatch, anneal
 def test_advantages_are_as_they_are_without_norm_adv():
     args = ppo.Args(prio_alpha=0.0, minibatch_size=6, num_steps=2, norm_adv=False)
     tensors = [torch.randn(3, 3), torch.randn(2, 3), torch.zeros(3, 3), torch.ones(2, 3)]
-    minibatch, advantages = ppo.draw_minibatch(*tensors, torch.ones(2, 3), torch.rand(4), 1.0, args)
-    torch.testing.assert_close(minibatch.advantages, advantages[:, minibatch.segments])
+    minibatch = ppo.draw_minibatch(*tensors, torch.ones(2, 3), torch.rand(4), 1.0, args)
+    torch.testing.assert_close(minibatch.advantages, minibatch.returns - minibatch.values)
 
 
 # The loss -----------------------------------------------------------------------------------------

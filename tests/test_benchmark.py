@@ -441,7 +441,7 @@ def drawn(alpha: float, beta: float, valid_share=0.8) -> ppo.Minibatch:
     args = ppo.Args(prio_alpha=alpha, minibatch_size=32, num_steps=8)
     dones = torch.zeros(9, 16)
     inputs = values, rewards, dones, valid, ratio, uniform, torch.tensor(beta), args
-    return ppo.draw_minibatch(*inputs)[0]
+    return ppo.draw_minibatch(*inputs)
 
 
 def test_without_weights_those_of_the_draw_are_with_the_advantages_alone(without):

@@ -74,7 +74,7 @@ def test_first_update_is_that_of_the_cpu():
     for device in "cpu", "cuda":
         torch.manual_seed(2)
         agent = ppo.Agent(space, gym.spaces.Discrete(3), args).to(device)
-        minibatch, _ = ppo.draw_minibatch(*(x.to(device) for x in batch), 0.5, args)
+        minibatch = ppo.draw_minibatch(*(x.to(device) for x in batch), 0.5, args)
         drawn = minibatch.segments.cpu()
         inputs = agent.encode(observations[:, drawn].to(device))
         start = state[:, drawn].to(device)
