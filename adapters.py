@@ -31,13 +31,18 @@ import pufferlib
 import pufferlib.vector
 import yaml
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
-from gymnasium.wrappers import NormalizeObservation, NormalizeReward
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
 from pufferlib import APIUsageError, env_seed
 from pufferlib.ocean import environment as ocean
 
 BROKEN = ("connect4", "impulse_wars", "school", "tactical")  # in PufferLib 3.0.0
 OCEAN = [name for name, value in ocean.MAKE_FUNCTIONS.items() if isinstance(value, str)]
 OCEAN = sorted(set(OCEAN) - set(BROKEN))
+
+
+for name in "stdout", "stderr":
+    if getattr(sys, name) is None:  # closed, as by >&-; the next file would be in its place
+        setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def say(text: str, file=None):
@@ -122,6 +127,8 @@ def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
 
 def number(value) -> float:
     """Of whatever holds one: a number, an array of shape (1,), a Decimal."""
+    if np.iscomplexobj(value):
+        raise TypeError("a complex number")
     return value if isinstance(value, (float, int)) else float(np.squeeze(value))
 
 
@@ -225,6 +232,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
     columns = {}
     writers = []
     size = 0
+    count = len(space.spaces) if isinstance(space, Dict | Tuple) else 0
     for path, part in leaves(space):
         name = "/".join(map(str, path))
         if path and is_text(part):
@@ -244,6 +252,9 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
         raise APIUsageError(f"an observation of {size} numbers is not supported")
 
     def write(row: np.ndarray, observation):
+        if count and len(observation) > count:
+            extra = f"an observation has {len(observation)} parts, and its space {count}"
+            say_once(say, f"warning: {extra}: the others are left out")
         for path, part_columns, write_part in writers:
             part = observation
             for key in path:
@@ -300,7 +311,7 @@ def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callabl
 def choices(space: gym.Space) -> tuple[list[int], Callable]:
     """The numbers of choices that an action consists of, and the function as in `flat_actions`."""
     if isinstance(space, Discrete):
-        return [int(space.n)], lambda numbers: list(numbers[:, 0] + int(space.start))
+        return [int(space.n)], lambda numbers: list(numbers[:, 0].astype(np.int64) + space.start)
     if isinstance(space, MultiDiscrete | MultiBinary):
         start = getattr(space, "start", 0)
         nvec = getattr(space, "nvec", np.full(space.shape, 2))
@@ -324,8 +335,9 @@ def choices(space: gym.Space) -> tuple[list[int], Callable]:
         counts += part_counts
 
     def own_actions(numbers: np.ndarray) -> list:
-        own = zip(*(own_part_actions(numbers[:, columns]) for columns, own_part_actions in slots))
-        return list(own) if names is None else [dict(zip(names, values)) for values in own]
+        own = [own_part_actions(numbers[:, columns]) for columns, own_part_actions in slots]
+        own = [tuple(values[i] for values in own) for i in range(len(numbers))]
+        return own if names is None else [dict(zip(names, values)) for values in own]
 
     return counts, own_actions
 
@@ -333,11 +345,12 @@ def choices(space: gym.Space) -> tuple[list[int], Callable]:
 # Environments -------------------------------------------------------------------------------------
 
 
-def numbers_in(info: Mapping | None, prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers_in(info: Mapping | None, prefix="", depth=5) -> Iterator[tuple[str, float]]:
     """The numbers of an info by their names, those of a dictionary in it as outer/inner."""
     for key, value in info.items() if isinstance(info, Mapping) else ():
         if isinstance(value, Mapping):
-            yield from numbers_in(value, f"{prefix}{key}/")
+            if depth > 0:  # it may hold itself
+                yield from numbers_in(value, f"{prefix}{key}/", depth - 1)
             continue
         is_array = hasattr(value, "dtype") and hasattr(value, "item")  # or a tensor
         if is_array and not isinstance(value, type) and math.prod(np.shape(value)) == 1:
@@ -359,19 +372,28 @@ def parts(result, method: str, names: str) -> tuple:
         raise APIUsageError(
             f"its {method} returned {returned}; since Gymnasium and gym 0.26 it is {names}"
         )
+    if not isinstance(result[-1], Mapping | None):
+        kind = type(result[-1]).__name__
+        raise APIUsageError(f"the info that its {method} returned is a {kind}, it is {names}")
     return result
 
 
-def begin(env, seed: dict) -> tuple:
-    """What reset returns. seed: {"seed": a number}, or nothing."""
+def begin(env, seed: int | None) -> tuple:
+    """What reset returns. torch draws on as if the environment had not seeded it."""
+    torch = sys.modules.get("torch")
+    state = torch and torch.get_rng_state()
+    before = torch and torch.initial_seed()
     try:
-        return parts(env.reset(**seed), *RESET)
+        return parts(env.reset(seed=seed), *RESET)
     except TypeError as error:
         unfit = r"reset\(\) (got an unexpected keyword argument|missing .*) '(seed|options)'"
         if re.search(unfit, str(error)):
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
+    finally:
+        if torch and torch.initial_seed() != before:
+            torch.set_rng_state(state)
 
 
 GYMNASIUMS = ("gymnasium.core", "gymnasium.wrappers.", "gymnasium.envs.registration")
@@ -451,13 +473,18 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for space in observation_space, action_space:
             if not isinstance(space, gym.Space):
                 raise APIUsageError(f"its space {space!r:.80} is none of Gymnasium's")
+        limits = []
         wrapper = self.envs[-1]
         while isinstance(wrapper, gym.Wrapper):
+            if isinstance(wrapper, TimeLimit):
+                limits.append(wrapper._max_episode_steps)
             if isinstance(wrapper, NormalizeObservation | NormalizeReward):
                 name = type(wrapper).__name__
                 flag = "--norm-rewards" if "Reward" in name else "--norm-obs"
                 remark(f"{name}: each copy has its own statistics, no checkpoint any; take {flag}")
             wrapper = wrapper.env
+        if len(limits) > 1:
+            remark(f"TimeLimits of {limits} steps, one in another: the shortest ends an episode")
         observed = flat_observations(observation_space, remark)
         return observed, flat_actions(action_space, remark), action_space
 
@@ -484,8 +511,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 self.add_one()
             self.clear()
             for i in range(self.num_envs):
-                self.reset_one(i, seed=env_seed(seed, i))
+                self.reset_one(i, env_seed(seed, i))
             self.check_finite()
+            self.check_torch()
         return self.observations, []
 
     def step(self, actions: np.ndarray):
@@ -542,6 +570,22 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
                 raise self.wrong(what, row, "is not finite", NotFinite)
 
+    def check_torch(self):
+        """Raises if the environment changed what holds for all of torch, and so for training."""
+        torch = sys.modules.get("torch")
+        if torch is None or pufferlib.vector.in_worker:
+            return
+        changed = {
+            "set_default_dtype": torch.get_default_dtype() != torch.float32,
+            "set_grad_enabled": not torch.is_grad_enabled(),
+            "set_default_device": torch.get_default_device().type != "cpu",
+        }
+        for name in (name for name, is_changed in changed.items() if is_changed):
+            raise APIUsageError(
+                f"it changes torch for all (torch.{name}), training too; let it do so around its "
+                "own code alone, or take --num-workers"
+            )
+
     def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:
         """The error that says so, and of which environment, in which step."""
         i, agent = divmod(row, len(self.agents))
@@ -561,17 +605,28 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 say_once(say, f"warning: an environment's close fails: {error!r:.200}")
 
 
+def warn_of_end(terminated: bool, info: Mapping):
+    """Once of what an info says, and the values that step returns do not."""
+    for key in {"final_observation", "final_obs", "terminal_observation"} & {*info}:
+        text = "it resets itself, so what is taken for its last observation begins the next episode"
+        say_once(say, f"warning: by its info's {key} {text}; let step return {key}")
+    if terminated and info.get("TimeLimit.truncated"):
+        text = "by its info's TimeLimit.truncated an end was a time limit, but step says terminated"
+        say_once(say, f"warning: {text}: its value is taken for 0")
+
+
 class GymnasiumEnvs(AdaptedEnvs):
     agents = (0,)
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         return getattr(env, "observation_space", None), getattr(env, "action_space", None)
 
-    def reset_one(self, i: int, **seed):
+    def reset_one(self, i: int, seed: int | None = None):
         observation, _ = begin(self.envs[i], seed)
-        if seed and self.envs[i].action_space != self.own_action_space:
+        if self.envs[i].action_space != self.own_action_space:
             raise APIUsageError(
-                "its first reset changes its action_space; it should be there before"
+                f"its reset changes its action_space from {self.own_action_space!s:.80} to "
+                f"{self.envs[i].action_space!s:.80}; it should be there before, and stay"
             )
         self.observe(i, observation)
         self.over[i] = False
@@ -584,6 +639,7 @@ class GymnasiumEnvs(AdaptedEnvs):
         if self.end(i, terminated, truncated):
             self.over[i] = True
             infos.append(dict(numbers_in(info)))
+            warn_of_end(self.terminals[i], info or {})
 
 
 TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
@@ -650,11 +706,12 @@ class PettingZooEnvs(AdaptedEnvs):
             self.masks[rows[agent]] = True
             self.observe(rows[agent], observations[agent])
 
-    def reset_one(self, i: int, **seed):
+    def reset_one(self, i: int, seed: int | None = None):
         observations, _ = begin(self.envs[i], seed)
-        if len(self.envs[i].agents) == 0:
+        agents = list(self.envs[i].agents)
+        if not agents:
             raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
-        self.show(i, observations, self.envs[i].agents)
+        self.show(i, observations, agents)
         self.ended[i] = set()
         self.over[i] = False
 
@@ -665,12 +722,16 @@ class PettingZooEnvs(AdaptedEnvs):
         actions = {agent: own_actions[rows[agent]] for agent in playing}
         result = parts(env.step(actions), *STEP)
         observations, rewards, terminations, truncations, agent_infos = result
-        begun = [agent for agent in env.agents if agent not in playing]
+        agents = list(env.agents)
+        begun = [agent for agent in agents if agent not in playing]
         seen_before = {agent for agent in playing if self.masks[rows[agent]]}
         self.show(i, observations, playing + begun)
         there = [agent for agent in playing if agent in observations]
         for what, named in zip(("rewards", "terminations", "truncations"), result[1:4]):
             self.check_names(what, named, there)
+        for agent in {*rewards} - {*playing}:
+            if rewards[agent]:
+                self.warn(agent, "has a reward while it is not in env.agents: that is lost")
         ended = set()
         absent = {*playing} - {*observations} - seen_before - self.ended[i]
         for agent in playing:
@@ -679,13 +740,13 @@ class PettingZooEnvs(AdaptedEnvs):
             row = rows[agent]
             self.reward(row, rewards.get(agent, 0.0))
             if not self.end(row, terminations.get(agent), truncations.get(agent)):
-                if agent in observations and agent in env.agents:
+                if agent in observations and agent in agents:
                     if agent in self.ended[i]:
                         self.warn(agent, "plays on right after its end: that reward is lost")
                     continue
                 self.truncations[row] = True
                 if agent not in self.ended[i]:
-                    what = "is not shown" if agent in env.agents else "is gone"
+                    what = "is not shown" if agent in agents else "is gone"
                     self.warn(agent, f"{what}, so its episode ends, which was not said")
             if agent not in observations:  # there is none to bootstrap from
                 self.terminals[row] = True
@@ -694,7 +755,7 @@ class PettingZooEnvs(AdaptedEnvs):
             if isinstance(agent_infos, Mapping) and not again:
                 infos.append(dict(numbers_in(agent_infos.get(agent))))
         self.ended[i] = ended
-        self.over[i] = ended.issuperset(env.agents)
+        self.over[i] = ended.issuperset(agents)
 
 
 # Arguments ----------------------------------------------------------------------------------------

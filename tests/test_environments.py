@@ -148,14 +148,35 @@ def test_what_would_mislead_without_a_word_is_said(capfd):
     adapted(space=Box(0, 255, (4, 84, 84, 1), np.uint8))
     adapters.GymnasiumEnvs(lambda: gym.wrappers.NormalizeObservation(Scripted()), 2).reset()
     adapters.GymnasiumEnvs(lambda: gym.wrappers.NormalizeReward(Scripted()))
+    limited = partial(gym.wrappers.TimeLimit, max_episode_steps=9)
+    adapters.GymnasiumEnvs(lambda: gym.wrappers.TimeLimit(limited(Scripted()), 5))
     said = capfd.readouterr().err.splitlines()
     expected = [
         "action_mask forbids no",
         "no image but .* 2 or 3 sides",
         "--norm-obs",
         "--norm-rew",
+        r"TimeLimits of \[5, 9\]",
     ]
-    assert len(said) == 4 and all(map(re.search, expected, said))
+    assert len(said) == 5 and all(map(re.search, expected, said))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ({"info": {"final_observation": [0]}}, "final_observation it resets itself"),
+        ({"info": {"TimeLimit.truncated": True}}, "an end was a time limit"),
+        ({"observation": {"a": [0.0], "b": 1}, "space": Dict(a=UNIT)}, "2 parts, and its space 1"),
+        ({"info": {"TimeLimit.truncated": False, "final": 1}}, None),
+    ],
+)
+def test_what_step_returns_and_its_info_or_space_denies_is_said_once(script, said, capfd):
+    adapters.say_once.cache_clear()
+    envs = adapted(num_envs=2, **script)
+    envs.reset(seed=1)
+    step(envs, 5)
+    err = capfd.readouterr().err
+    assert err.count("warning") == (said is not None) and (said or "") in err
 
 
 @pytest.mark.parametrize(
@@ -180,6 +201,7 @@ ACTIONS = {
     "MultiDiscrete, matrix": (MultiDiscrete([[2, 3], [4, 5]]), [1, 2, 3, 4], [[1, 2], [3, 4]]),
     "MultiBinary": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
     "Tuple": (Tuple((Discrete(2, start=5), MultiBinary(2))), [1, 0, 1], (6, [0, 1])),
+    "Tuple, an empty part": (Tuple((Discrete(2), Dict({}))), [1], (1, {})),
     "nested": (Tuple((Dict(a=Discrete(2)), Discrete(3))), [1, 2], ({"a": 1}, 2)),
     "Box": (Box(-1, 1, (2, 3)), [0, 0.5, 1, 0, -0.5, 9], [[0, 0.5, 1], [0, -0.5, 1]]),
     "Box, no shape": (Box(-1, 1, ()), [0.5], 0.5),
@@ -197,13 +219,15 @@ def test_action_reaches_the_environment(space, numbers, taken):
     assert agent.num_logits == (len(numbers) if agent.continuous else sum(agent.nvec))
     envs.reset()
     envs.receive()
-    sent = np.array([numbers, numbers], np.float32 if agent.continuous else np.int64)
+    sent = np.array([numbers, numbers], envs.action_space.dtype)  # MultiDiscrete: int32 in workers
+    sent = sent if agent.continuous else sent.astype(np.int32)
     envs.send(sent)
     envs.receive()
     for env in vecenv.envs:
         own = env.actions[0]
         assert own in space
         assert not isinstance(space, Box) or (type(own), own.dtype) == (np.ndarray, space.dtype)
+        assert not isinstance(space, Discrete) or type(own) is np.int64  # as it samples
         as_lists = torch.utils._pytree.tree_map(lambda part: np.asarray(part).tolist(), own)
         assert as_lists == taken
 
@@ -255,6 +279,7 @@ def test_reward_that_holds_one_number_is_that_number(reward):
         ({"reward": None}, pufferlib.APIUsageError, "reward of environment 0 is None"),
         ({"reward": 10**400}, pufferlib.APIUsageError, "reward of environment 0 is 1000"),
         ({"observation": torch.ones(1, requires_grad=True)}, pufferlib.APIUsageError, "grad"),
+        ({"reward": np.complex64(1j)}, pufferlib.APIUsageError, "reward .*1j"),
         ({"reward": np.ones(2)}, pufferlib.APIUsageError, r"reward .*\[1., 1.\].*LinearReward"),
         ({"reward": np.nan}, adapters.NotFinite, "step 1 the reward of environment 0"),
         ({"observation": [np.nan]}, adapters.NotFinite, "step 0 the observation of environment 0"),
@@ -285,6 +310,9 @@ def test_the_api_before_gymnasium_is_named():
     envs = adapted()
     envs.envs[0].reset = lambda **seed: np.zeros(2)
     with pytest.raises(pufferlib.APIUsageError, match="reset returned ndarray"):
+        envs.reset(seed=1)
+    envs.envs[0].reset = lambda **seed: ({}, np.zeros(1))
+    with pytest.raises(pufferlib.APIUsageError, match="info that its reset returned is a ndarray"):
         envs.reset(seed=1)
 
 
@@ -341,14 +369,62 @@ def test_environments_that_are_one_or_unlike_are_refused():
             adapters.GymnasiumEnvs(make_one, 2).reset()
 
 
-def test_actions_that_change_at_the_first_reset_are_refused():
+@pytest.mark.parametrize("number", [1, 2])
+def test_actions_that_change_at_a_reset_are_refused(number):
     class Changes(Scripted):
+        resets = 0
+
         def reset(self, seed=None, options=None):
-            self.action_space = Discrete(5)
+            self.resets += 1
+            if self.resets == number:
+                self.action_space = Discrete(5)
             return super().reset(seed=seed)
 
+    envs = adapters.GymnasiumEnvs(Changes)
     with pytest.raises(pufferlib.APIUsageError, match="changes its action_space"):
-        adapters.GymnasiumEnvs(Changes).reset()
+        envs.reset()
+        step(envs, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(torch.set_default_dtype, torch.float64),
+        partial(torch.set_grad_enabled, False),
+        partial(torch.set_default_device, "meta"),
+    ],
+    ids=lambda change: change.func.__name__ if hasattr(change.func, "__name__") else "grad",
+)
+def test_what_an_environment_changes_in_torch_for_all_is_refused(change):
+    def make_one():
+        change()
+        return Scripted()
+
+    try:
+        with pytest.raises(pufferlib.APIUsageError, match="changes torch for all"):
+            adapters.GymnasiumEnvs(make_one).reset()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.set_default_device(None)
+
+
+def test_an_environment_that_seeds_torch_at_each_reset_leaves_training_its_own_numbers(tmp_path):
+    class Seeds(Scripted):
+        def reset(self, seed=None, options=None):
+            torch.manual_seed(0)
+            return super().reset()
+
+    envs = adapters.GymnasiumEnvs(Seeds)
+    torch.manual_seed(1)
+    expected = torch.rand(9)
+    torch.manual_seed(1)
+    envs.reset()
+    drawn = []
+    for _ in range(9):
+        step(envs)
+        drawn.append(torch.rand(1).item())
+    assert drawn == expected.tolist()
 
 
 def test_what_is_refused_or_fails_to_close_leaves_no_environment_open(capfd):
@@ -387,7 +463,15 @@ def test_numbers_of_an_info_are_logged_and_nothing_else():
     }
     others = {"list": [1], "many": np.arange(3), "none": None, "text": "go", "complex": 1j}
     others |= {"thing": SimpleNamespace(item="sword"), "never": np.nan, "huge": 10**400}
-    others |= {"space": UNIT, "choices": Discrete(3), "dtype": np.float32, "class": torch.Tensor}
+    endless = {}
+    endless["itself"] = endless
+    others |= {
+        "endless": endless,
+        "space": UNIT,
+        "choices": Discrete(3),
+        "dtype": np.float32,
+        "class": torch.Tensor,
+    }
     told = numbers | others | {"episode": {"r": np.float32(1.5), "who": "me"}}
     _, envs = rollout(adapted(num_envs=2, info=told), 4)
     logged = {"tensor": 1, "score": 80, "is_success": 1, "length": 8, "3": 0.5, "episode/r": 1.5}
@@ -617,6 +701,25 @@ def test_an_agent_whose_end_was_said_may_be_taken_off_a_step_later(capfd):
     )
     assert [length for _, _, length in envs.episodes] == [1, 3]
     assert not capfd.readouterr().err
+
+
+def test_agents_may_be_an_array_and_a_reward_of_one_that_is_away_is_said_to_be_lost(capfd):
+    class Arrays(Played):
+        def reset(self, seed=None, options=None):
+            result = super().reset()
+            self.agents = np.array(self.agents)
+            return result
+
+        def step(self, actions):
+            self.agents = list(self.agents)
+            observations, _, *rest = super().step(actions)
+            self.agents = np.array(self.agents)
+            return observations, {"a": 1.0, "b": 1.0}, *rest
+
+    rows, _ = rollout(adapters.PettingZooEnvs(lambda: Arrays(DIES)), 5)
+    assert rows[:, 0].tolist() == DEAD and rows[:, 1].tolist() == ALIVE
+    said = "warning: agent a has a reward while it is not in env.agents: that is lost\n"
+    assert capfd.readouterr().err == said
 
 
 def test_agents_with_unlike_spaces_or_names_are_refused():
