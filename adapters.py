@@ -425,6 +425,32 @@ def refusals():
         sys.exit(1)
 
 
+def torch_settings() -> dict:
+    """What holds for all of torch, by the functions that change it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "set_default_dtype": torch.get_default_dtype(),
+        "set_grad_enabled": torch.is_grad_enabled(),
+        "set_default_device": torch.get_default_device(),
+    }
+
+
+@contextlib.contextmanager
+def torch_kept():
+    """Refuses an environment that changes what holds for all of torch, and so for training."""
+    before = torch_settings()
+    yield
+    now = torch_settings()
+    for name in before:
+        if now[name] != before[name]:
+            raise APIUsageError(
+                f"it changes torch for all (torch.{name}), training too; let it do so around its "
+                "own code alone, or take --num-workers"
+            )
+
+
 class NotFinite(APIUsageError):
     """An observation, a reward or a loss is NaN or infinite."""
 
@@ -506,14 +532,13 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
 
     def reset(self, seed: int = 0):
-        with refusals():
+        with refusals(), torch_kept():
             while len(self.envs) < self.num_envs:
                 self.add_one()
             self.clear()
             for i in range(self.num_envs):
                 self.reset_one(i, env_seed(seed, i))
             self.check_finite()
-            self.check_torch()
         return self.observations, []
 
     def step(self, actions: np.ndarray):
@@ -569,22 +594,6 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
                 raise self.wrong(what, row, "is not finite", NotFinite)
-
-    def check_torch(self):
-        """Raises if the environment changed what holds for all of torch, and so for training."""
-        torch = sys.modules.get("torch")
-        if torch is None or pufferlib.vector.in_worker:
-            return
-        changed = {
-            "set_default_dtype": torch.get_default_dtype() != torch.float32,
-            "set_grad_enabled": not torch.is_grad_enabled(),
-            "set_default_device": torch.get_default_device().type != "cpu",
-        }
-        for name in (name for name, is_changed in changed.items() if is_changed):
-            raise APIUsageError(
-                f"it changes torch for all (torch.{name}), training too; let it do so around its "
-                "own code alone, or take --num-workers"
-            )
 
     def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:
         """The error that says so, and of which environment, in which step."""
@@ -936,7 +945,8 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     random.seed(seed)  # what an environment draws while it is made; in workers, PufferLib seeds
     np.random.seed(seed)
     try:
-        return vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
+        with torch_kept():
+            return vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
     except gym.error.Error as error:  # such as a package that is missing
         raise APIUsageError(str(error)) from error
     except TypeError as error:

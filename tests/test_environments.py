@@ -395,14 +395,19 @@ def test_actions_that_change_at_a_reset_are_refused(number):
     ],
     ids=lambda change: change.func.__name__ if hasattr(change.func, "__name__") else "grad",
 )
-def test_what_an_environment_changes_in_torch_for_all_is_refused(change):
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_an_environment_changes_in_torch_for_all_is_refused(monkeypatch, change, number):
     def make_one():
-        change()
+        numbers.append(len(numbers))
+        if len(numbers) == number:  # the second is made when they are reset
+            change()
         return Scripted()
 
+    numbers = []
+    register_once(monkeypatch, make_one)
     try:
         with pytest.raises(pufferlib.APIUsageError, match="changes torch for all"):
-            adapters.GymnasiumEnvs(make_one).reset()
+            adapters.make("Its-v0", {}, 2, 0, 1).reset()
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)

@@ -10,11 +10,12 @@ import sys
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pufferlib
 import pytest
 import torch
 import yaml
-from conftest import FOREIGN, ROOT, SCRIPT, run_script, succeed
+from conftest import FOREIGN, ROOT, SCRIPT, run_script, start_script, succeed, wait_for
 from PIL import Image
 from reading import read_metrics
 
@@ -22,12 +23,12 @@ from envs.probes import Episode
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import common
 import environments
 import export
 import parallel_game
 import play
 import repeat
+import run_folder
 import watch
 
 BREAKOUT = pathlib.Path(pufferlib.__path__[0], "resources", "breakout", "breakout_weights.bin")
@@ -89,7 +90,7 @@ def call(tmp_path, monkeypatch, capfd):
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", [tool.__file__, *map(str, arguments)])
         try:
-            code = common.main(functions[tool], tool.Options, tool.__doc__)
+            code = run_folder.main(functions[tool], tool.Options, tool.__doc__)
         except SystemExit as end:
             code = end.code
         return code, *capfd.readouterr()
@@ -123,9 +124,9 @@ def refused(call):
     return refused
 
 
-def trained_of(run) -> common.Trained:
+def trained_of(run) -> run_folder.Trained:
     """With its agent, its environments closed."""
-    trained = common.Trained(play.Options(str(run)), [])
+    trained = run_folder.Trained(play.Options(str(run)), [])
     trained.make(1)
     trained.envs.close()
     return trained
@@ -133,7 +134,7 @@ def trained_of(run) -> common.Trained:
 
 def weights_of(observation_space, action_space, path):
     """Of a new agent, 8 wide."""
-    script = common.import_script(SCRIPT)
+    script = run_folder.import_script(SCRIPT)
     args = script.Args(hidden_size=8, precision="float32")
     torch.save(script.Agent(observation_space, action_space, args).state_dict(), path)
 
@@ -155,6 +156,29 @@ def test_process_plays_the_newest_run_and_prints_json(run):
     assert f"episodic_return: {statistics['mean']:.2f} ± " in result.stderr
     assert scores["env"]["score"] > 0
     assert sorted(run.iterdir()) == before and list(run.parent.iterdir()) == [run]
+
+
+def test_environment_of_the_current_folder_may_be_called_common_print_and_change_the_folder(
+    tmp_path, painted
+):
+    (tmp_path / "common.py").write_text("""
+import os, gymnasium, test_tools
+
+class Here(test_tools.Painted):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": None}
+
+    def step(self, action):
+        print("a step")
+        os.chdir("/")
+        return super().step(action)
+
+gymnasium.register("Here-v0", Here)
+""")
+    words = [PAINTED[0], "--env-id", "common:Here-v0", *PAINTED[3:], "--gif", "here.gif"]
+    result = run_script(*words, cwd=tmp_path, small=False, script=ROOT / "tools/play.py")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["episodes"] == 1 and "a step" in result.stderr
+    assert (tmp_path / "here.gif").exists()
 
 
 @pytest.fixture
@@ -241,11 +265,12 @@ def test_the_newest_checkpoint_and_copy_play_with_the_numbers_that_training_read
     copy = shutil.copytree(run, tmp_path / "run")
     older = copy / "model_cartpole_000004.pt"
     shutil.copy(older, copy / "model_cartpole-before-a-resume_000004.pt")
+    shutil.copy(older, copy / "model_best.pt")
     (copy / "a.py").write_text("raise SystemExit('of an older start')")
     os.utime(copy / "a.py", (0, 0))
     with (copy / "config.yaml").open("a") as file:
         file.write("env: {level: 010, size: 1e1}\n")
-    trained = common.Trained(play.Options(str(copy)), [])
+    trained = run_folder.Trained(play.Options(str(copy)), [])
     assert trained.path.name == "model_cartpole_000008.pt"
     assert trained.args.env == {"level": "010", "size": 10.0}
 
@@ -388,6 +413,8 @@ def test_foreign_weights_are_refused(refused, tmp_path, name, suffix):
     [
         (play, "latest", "latest model_*.pt --output-dir runs"),
         (play, "RUN --episodes 0", "--episodes 0"),
+        (play, "--seed 3 RUN", "RUN comes first"),
+        (play, "RUN --gif game.png", "--gif game.png .gif"),
         (play, "RUN --script broken.py", "broken.py nothing_of_this_name --script"),
         (play, "RUN --hidden-size 31", "--hidden-size"),
         (play, "RUN --env.nonsense 3", "nonsense"),
@@ -429,6 +456,12 @@ def test_run_repeats_to_the_bit_and_a_changed_one_does_not(run, call, tmp_path):
     (changed / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     code, out, _ = call(repeat, changed)
     assert code == 1 and "3 of 8 rows" in out and "different at step 1024: losses/entropy" in out
+    started = start_script(run, cwd=tmp_path, small=False, script=ROOT / "tools/repeat.py")
+    wait_for(lambda: psutil.Process(started.pid).children(), started)
+    (child,) = psutil.Process(started.pid).children()
+    started.terminate()
+    started.communicate()
+    assert not child.is_running()
     ended = shutil.copytree(run, tmp_path / "ended")
     rows = [*rows[:2], rows[2] | {"step": 700}, {"step": 700, "exit_reason": "sigint"}]
     (ended / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

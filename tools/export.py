@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Source, Trained, fail, main
+from run_folder import Source, Trained, fail, main
 
 INPUTS = ("observation", "done", "h", "c")
 
@@ -111,6 +111,7 @@ def export(options: Options, flags: list[str]) -> int:
         fail(f"--out {options.out}: must end in .onnx, .bin or .pt")
     if not out.parent.is_dir():
         fail(f"--out {out}: no such folder")
+    out = out.absolute()  # environments may change the folder
     trained = Trained(options, [*flags, "--precision", "float32"])
     if trained.args.norm_obs and out.suffix != ".onnx":
         fail(f"--out {out}: PufferLib's files have no place for --norm-obs; use .onnx")

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Source, Trained, fail, main
 from PIL import Image, ImageDraw, ImageFont
 from pufferlib import adapters
+from run_folder import Source, Trained, fail, main
 
 
 @dataclass
@@ -112,22 +112,8 @@ def run(options: Options, flags: list[str]) -> int:
         fail("--render: no display here; use xvfb-run, or leave --render out")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # for products this small threads take six times as long
-    trained = Trained(options, flags)
-    film = None
-    repeat = 1
-    if options.gif:
-        options.episodes = 1
-        film, repeat = make_film(trained, options.gif)
-    elif options.render:
-        make_rendered(trained, "human")
-    else:
-        trained.make(min(options.episodes, trained.args.num_envs))
-    finished = []
-    code = 0
-    try:
-        play(trained, options, finished, film, repeat)
-    except KeyboardInterrupt:  # what was played counts
-        code = 130
+    with contextlib.redirect_stdout(sys.stderr):  # what environments print; it has the JSON alone
+        trained, finished, film, code = play_episodes(options, flags)
     result = {
         "checkpoint": str(trained.path),
         "env_id": trained.args.env_id,
@@ -148,7 +134,6 @@ def run(options: Options, flags: list[str]) -> int:
     for name, pairs in trained.envs.logs.items():
         values, weights = np.array(pairs, float).T
         result["env"][name] = np.average(values, weights=weights + 1e-9)
-    trained.envs.close()
     print(json.dumps(result))
     if film:
         try:
@@ -156,6 +141,29 @@ def run(options: Options, flags: list[str]) -> int:
         except OSError as error:
             fail(f"--gif {options.gif}: {error.strerror}")
     return code
+
+
+def play_episodes(options: Options, flags: list[str]):
+    """What played, the (return, length) of its episodes, the film if there is one, exit code."""
+    trained = Trained(options, flags)
+    film = None
+    repeat = 1
+    if options.gif:
+        options.gif = os.path.abspath(options.gif)  # environments may change the folder
+        options.episodes = 1
+        film, repeat = make_film(trained, options.gif)
+    elif options.render:
+        make_rendered(trained, "human")
+    else:
+        trained.make(min(options.episodes, trained.args.num_envs))
+    finished = []
+    code = 0
+    try:
+        play(trained, options, finished, film, repeat)
+    except KeyboardInterrupt:  # what was played counts
+        code = 130
+    trained.envs.close()
+    return trained, finished, film, code
 
 
 def make_rendered(trained: Trained, mode: str):
@@ -217,6 +225,8 @@ def gain(frames) -> float:
 
 def make_film(trained: Trained, path: str) -> tuple[Film, int]:
     """Makes one environment and a film of it; and after how many frames the agent acts."""
+    if not path.lower().endswith(".gif"):
+        fail(f"--gif {path}: must end in .gif")
     if not os.path.isdir(os.path.dirname(path) or "."):
         fail(f"--gif {path}: no such folder")
     args = trained.args
@@ -242,8 +252,8 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         image.thumbnail((384, 384))  # hundreds of them are kept
         return image
 
-    metadata = getattr(environment.envs[0], "metadata", {})
-    return Film(shoot, lambda image: image, fps=metadata.get("render_fps", 30)), 1
+    metadata = getattr(environment.envs[0], "metadata", None) or {}
+    return Film(shoot, lambda image: image, fps=metadata.get("render_fps") or 30), 1
 
 
 # Breakout, drawn from the observation: paddle, ball, every brick, the score and the balls left.

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import time
 from dataclasses import dataclass
 
 import tyro
-from common import ROOT, fail, find_run, main, read_rows, script_of
+from run_folder import ROOT, fail, find_run, main, read_rows, script_of
 
 
 @dataclass
@@ -68,6 +69,7 @@ def repeat(options: Options) -> int:
         words = [sys.executable, *shlex.split(options.launcher), str(script)]
         words += ["--config", f"{folder}/config.yaml", "--output-dir", temporary, "--no-track"]
         words += ["--time-limit", "inf"]  # it ends with the rows
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without its child
         process = subprocess.Popen(words, env=environment, stdout=sys.stderr)
         try:
             ended = False

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import tyro
-from common import fail, find_run, main, read_config, read_rows
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,6 +28,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from run_folder import fail, find_run, main, read_config, read_rows
 
 
 @dataclass

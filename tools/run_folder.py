@@ -1,4 +1,4 @@
-"""What the tools share: their command line, run folders, and the training script of a run."""
+"""What the tools share: their command line, a run's folder, and the training script in it."""
 
 import contextlib
 import dataclasses
@@ -39,8 +39,15 @@ def main(tool: Callable, options_class: type, description: str) -> int:
     parsed = tyro.cli(
         options_class, args=words, description=description, return_unknown_args=takes_flags
     )
+    given = parsed[1] if takes_flags else []
+    for before, word in zip(["", *given], given):
+        is_value = before.startswith("-") and "=" not in before
+        if not word.startswith("-") and not is_value:
+            fail(f"{word}: RUN comes first, before all flags")
     try:
         return tool(*parsed) if takes_flags else tool(parsed)
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # who read stdout has gone; the interpreter's last flush must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
@@ -111,10 +118,11 @@ class Trained:
             script = script_of(folder) or script
         self.script = import_script(pathlib.Path(source.script or script))
         if self.path.is_dir():
-            models = list(folder.glob("model_*.pt"))
+            numbers = {path: path.stem.rpartition("_")[2] for path in folder.glob("model_*.pt")}
+            models = [path for path in numbers if numbers[path].isdigit()]  # no model_best.pt
             if not models:
-                fail(f"{folder}: no model_*.pt here")
-            self.path = max(models, key=lambda model: int(model.stem.rpartition("_")[2]))
+                fail(f"{folder}: no model_*_NUMBER.pt here")
+            self.path = max(models, key=lambda path: int(numbers[path]))
         config["auto"] = {"precision"} & {*(config.get("auto") or ())}  # by this machine
         config |= {"device": "cpu", "num_workers": 0, "cuda_graphs": False}
         known = {field.name for field in dataclasses.fields(self.script.Args)}
@@ -129,19 +137,20 @@ class Trained:
         import torch
 
         args = self.args
+        path = self.path.absolute()  # environments may change the folder
         seed = pufferlib.env_seed(args.seed, 2**40)  # training takes the iteration of its start
         torch.manual_seed(seed)
         self.envs = self.script.make_envs(args, seed, num_envs)  # seeds random and numpy
         spaces = self.envs.observation_space, self.envs.action_space
         self.agent = self.script.Agent(*spaces, args).to(args.device)
-        load_weights(self.agent, self.path)
+        load_weights(self.agent, path)
 
 
 def import_script(path: pathlib.Path) -> types.ModuleType:
     if not path.is_file():
         fail(f"--script {path}: no such file")
-    # What lies beside it: an environment's module, say.
-    sys.path[:0] = [str(path.resolve().parent), str(ROOT)]
+    # What lies beside it, or where it was started: an environment's module, say.
+    sys.path[:0] = [str(path.resolve().parent), os.getcwd(), str(ROOT)]
     spec = importlib.util.spec_from_file_location("training_script", path)
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script
