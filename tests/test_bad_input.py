@@ -1,5 +1,7 @@
 """A wrong argument is one line that names the flag, the value and what is right; exit code 2."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -86,6 +88,11 @@ def test_wrong_argument_is_refused_by_name(refused, monkeypatch, arguments, name
     assert all(name in line for name in named.split()), line
 
 
+def test_an_output_dir_that_is_a_link_to_nowhere_is_refused(refused, tmp_path):
+    (tmp_path / "runs").symlink_to("gone")
+    assert "--output-dir runs" in refused()
+
+
 def test_numbers_may_be_written_as_people_write_them():
     words = "--total-timesteps 1e6 --minibatch-size=2.048e+3 --seed 18446744073709551616"
     args, _ = ppo.parse_args(words.split())
@@ -144,6 +151,23 @@ def test_configuration_may_be_written_as_people_write_it(tmp_path):
     args, _ = ppo.parse_args(["--config", str(tmp_path / "given.yaml"), *flags])
     assert (args.learning_rate, args.total_timesteps, args.num_envs) == (1e-3, 20_000, 64)
     assert args.env == {"frameskip": 5, "num_balls": 3, "since": "2021-03-04"}
+    (tmp_path / "given.yaml").write_text("# nothing yet\n")
+    assert ppo.parse_args(["--config", str(tmp_path / "given.yaml")])[0].seed == 1
+
+
+def test_a_configuration_may_say_which_run_goes_on_and_a_home_may_be_a_tilde(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(run, tmp_path / "runs" / run.name)
+    latest = "resume: latest\noutput-dir: ~/runs\ntotal_timesteps: 512\n"
+    for text in latest, f"resume: ~/runs/{run.name}\n":
+        (tmp_path / "again.yaml").write_text(text)
+        args, resumed = ppo.parse_args(["--config", "~/again.yaml"])
+        assert resumed["step"] == 256 and args.hidden_size == 32
+        assert resumed["folder"] == tmp_path / "runs" / run.name
+    assert call("--output-dir", "~/mine", "--total-timesteps", "256") == 0
+    assert len(list((tmp_path / "mine").iterdir())) == 1
 
 
 def test_what_was_auto_is_resolved_anew(tmp_path, monkeypatch):

@@ -630,10 +630,11 @@ def test_oceans_means_weigh_by_their_episodes():
     envs = ppo.Envs(vecenv, 1)
     envs.reset()
     *result, _, ids, mask = vecenv.recv()
-    infos = [{"n": 1, "score": 0.0}, {"n": 3, "score": 8.0}]
+    infos = [{"n": 1, "score": 0.0, "who": "me"}, {"n": 3, "score": 8.0, "more": {"x": 1}}]
     vecenv.recv = lambda: (*result, infos, ids, mask)
     envs.receive()
-    assert envs.means()["env/score"] == pytest.approx(6)
+    means = envs.means()
+    assert means["env/score"] == pytest.approx(6) and means["env/more/x"] == 1
 
 
 def test_only_agents_that_play_act_and_their_infos_are_logged():

@@ -131,6 +131,12 @@ def test_profile_is_a_trace_and_a_line_is_logged_every_interval_and_at_the_end(t
 # I6: repeating.
 
 
+def test_a_profile_that_is_cut_short_is_closed(tmp_path):
+    run = train_here(tmp_path, profile=True, total_timesteps=6 * 64)
+    assert not torch.autograd._profiler_enabled()
+    assert read_metrics(run)[-1]["iteration"] == 6
+
+
 def test_same_seed_gives_the_same_metrics_with_worker_processes(tmp_path):
     runs = []
     for name in "first", "second":
@@ -211,6 +217,15 @@ gymnasium.register("Wanders-v0", Wanders)
     assert succeed(*again, cwd=tmp_path, small=False) == run
     assert read_metrics(run)[-1]["step"] == 11 * STEPS
     assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_a_checkpoint_alone_is_enough_to_go_on(killed, tmp_path):
+    (tmp_path / "copied").mkdir()
+    shutil.copy(killed / "trainer_state.pt", tmp_path / "copied")
+    result = run_script("--resume", "copied", cwd=tmp_path, small=False)
+    assert result.returncode == 0, result.stderr
+    rows = read_metrics(tmp_path / "copied")
+    assert [row["iteration"] for row in rows] == [*range(21, 41)]
 
 
 @pytest.mark.parametrize("times", [3, 0.5])
@@ -318,6 +333,24 @@ def test_signal_to_all_processes_writes_a_checkpoint_and_leaves_none(started, tm
     end = end_of(run)
     assert end["exit_reason"] == name.lower()
     assert checkpoint(run)["iteration"] == end["iteration"] > 0
+
+
+def test_signals_that_an_environment_takes_are_taken_back(started, tmp_path):
+    (tmp_path / "takes.py").write_text("""
+import signal, gymnasium, tests.environments
+class Takes(tests.environments.TwoDials):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 40:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return super().step(action)
+gymnasium.register("Takes-v0", Takes)
+""")
+    process, run = started(*LONG, "--env-id", "takes:Takes-v0", cwd=tmp_path)
+    wait_for(lambda: logged(tmp_path) > 4, process)  # of 16 steps each
+    process.terminate()
+    assert process.wait(60) == 143 and end_of(run)["exit_reason"] == "sigterm"
 
 
 def test_nohup_is_respected(started, tmp_path):

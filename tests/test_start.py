@@ -65,6 +65,13 @@ def test_threads_follow_the_work_of_an_update_and_the_cores_unless_omp_num_threa
     assert chosen == threads
 
 
+def test_convolutions_take_all_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: pytest.fail(f"{number} threads"))
+    image = SimpleNamespace(observation_space=gym.spaces.Box(0, 255, (84, 84), "uint8"))
+    ppo.set_up_torch(ppo.Args(device="cpu", precision="float32", compile=False), image, seed=1)
+
+
 # A compiler that is not there, or cannot.
 
 
