@@ -44,7 +44,7 @@ STANDS_FOR = {
 }
 # Of gcloud, pip, tensorboard and sbatch, in the text.
 FOREIGN_FLAGS = "--worker --command --accelerator-type --version --find-links --logdir --account "
-FOREIGN_FLAGS += "--cpus-per-task --nodes --partition"
+FOREIGN_FLAGS += "--cpus-per-task --nodes --partition --no-build-isolation"
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
