@@ -127,9 +127,12 @@ def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
 
 def number(value) -> float:
     """Of whatever holds one: a number, an array of shape (1,), a Decimal."""
-    if np.iscomplexobj(value):
+    if isinstance(value, float | int):
+        return value
+    one = np.squeeze(value)
+    if getattr(one.dtype, "kind", "") == "c":
         raise TypeError("a complex number")
-    return value if isinstance(value, (float, int)) else float(np.squeeze(value))
+    return float(one)
 
 
 def truth(value) -> bool:
@@ -252,7 +255,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
         raise APIUsageError(f"an observation of {size} numbers is not supported")
 
     def write(row: np.ndarray, observation):
-        if count and len(observation) > count:
+        if count and isinstance(observation, Mapping | tuple | list) and len(observation) > count:
             extra = f"an observation has {len(observation)} parts, and its space {count}"
             say_once(say, f"warning: {extra}: the others are left out")
         for path, part_columns, write_part in writers:
@@ -311,7 +314,12 @@ def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callabl
 def choices(space: gym.Space) -> tuple[list[int], Callable]:
     """The numbers of choices that an action consists of, and the function as in `flat_actions`."""
     if isinstance(space, Discrete):
-        return [int(space.n)], lambda numbers: list(numbers[:, 0].astype(np.int64) + space.start)
+        first = int(space.start)
+
+        def own_choices(numbers: np.ndarray) -> list:
+            return list((numbers[:, 0].astype(np.int64) + first).astype(space.dtype))
+
+        return [int(space.n)], own_choices
     if isinstance(space, MultiDiscrete | MultiBinary):
         start = getattr(space, "start", 0)
         nvec = getattr(space, "nvec", np.full(space.shape, 2))
@@ -372,17 +380,18 @@ def parts(result, method: str, names: str) -> tuple:
         raise APIUsageError(
             f"its {method} returned {returned}; since Gymnasium and gym 0.26 it is {names}"
         )
-    if not isinstance(result[-1], Mapping | None):
-        kind = type(result[-1]).__name__
-        raise APIUsageError(f"the info that its {method} returned is a {kind}, it is {names}")
+    if isinstance(result[-1], np.ndarray):
+        raise APIUsageError(f"the info that its {method} returned is an array, it is {names}")
     return result
 
 
 def begin(env, seed: int | None) -> tuple:
     """What reset returns. torch draws on as if the environment had not seeded it."""
     torch = sys.modules.get("torch")
-    state = torch and torch.get_rng_state()
     before = torch and torch.initial_seed()
+    state = torch and torch.get_rng_state()
+    on_gpu = torch and torch.cuda.is_initialized()
+    gpu_state = torch.cuda.get_rng_state() if on_gpu else None
     try:
         return parts(env.reset(seed=seed), *RESET)
     except TypeError as error:
@@ -394,6 +403,8 @@ def begin(env, seed: int | None) -> tuple:
     finally:
         if torch and torch.initial_seed() != before:
             torch.set_rng_state(state)
+            if on_gpu:
+                torch.cuda.set_rng_state(gpu_state)
 
 
 GYMNASIUMS = ("gymnasium.core", "gymnasium.wrappers.", "gymnasium.envs.registration")
@@ -438,17 +449,25 @@ def torch_settings() -> dict:
 
 
 @contextlib.contextmanager
-def torch_kept():
-    """Refuses an environment that changes what holds for all of torch, and so for training."""
+def torch_kept(in_workers: bool = False):
+    """Refuses an environment that changes what holds for all of torch, and so for training.
+
+    in_workers: training is not in their process, and the one made here is for its spaces alone.
+    """
     before = torch_settings()
     yield
     now = torch_settings()
-    for name in before:
-        if now[name] != before[name]:
-            raise APIUsageError(
-                f"it changes torch for all (torch.{name}), training too; let it do so around its "
-                "own code alone, or take --num-workers"
-            )
+    changed = [name for name in before if now[name] != before[name]]
+    if not changed or pufferlib.vector.in_worker:
+        return
+    for name in changed:
+        default = None if name == "set_default_device" else before[name]
+        getattr(sys.modules["torch"], name)(default)
+    if not in_workers:
+        raise APIUsageError(
+            f"it changes torch for all (torch.{changed[0]}), training too; let it do so around its "
+            "own code alone, or take --num-workers"
+        )
 
 
 class NotFinite(APIUsageError):
@@ -546,7 +565,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.clear()
         infos = []
         own_actions = self.own_actions(actions)
-        with refusals():
+        with refusals(), torch_kept():
             for i in range(self.num_envs):
                 if self.over[i]:
                     self.reset_one(i)
@@ -614,12 +633,17 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 say_once(say, f"warning: an environment's close fails: {error!r:.200}")
 
 
-def warn_of_end(terminated: bool, info: Mapping):
+def warn_of_end(terminated: bool, observation, info: Mapping | None):
     """Once of what an info says, and the values that step returns do not."""
+    if not isinstance(info, Mapping):
+        return
     for key in {"final_observation", "final_obs", "terminal_observation"} & {*info}:
-        text = "it resets itself, so what is taken for its last observation begins the next episode"
-        say_once(say, f"warning: by its info's {key} {text}; let step return {key}")
-    if terminated and info.get("TimeLimit.truncated"):
+        shown = info[key]
+        same = isinstance(observation, np.ndarray) and np.array_equal(shown, observation)
+        if isinstance(shown, np.ndarray) and not same:
+            text = "it resets itself, so what is taken for its last observation begins an episode"
+            say_once(say, f"warning: by its info's {key} {text}; let step return {key}")
+    if terminated and np.any(info.get("TimeLimit.truncated")):
         text = "by its info's TimeLimit.truncated an end was a time limit, but step says terminated"
         say_once(say, f"warning: {text}: its value is taken for 0")
 
@@ -648,7 +672,7 @@ class GymnasiumEnvs(AdaptedEnvs):
         if self.end(i, terminated, truncated):
             self.over[i] = True
             infos.append(dict(numbers_in(info)))
-            warn_of_end(self.terminals[i], info or {})
+            warn_of_end(self.terminals[i], observation, info)
 
 
 TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
@@ -739,8 +763,8 @@ class PettingZooEnvs(AdaptedEnvs):
         for what, named in zip(("rewards", "terminations", "truncations"), result[1:4]):
             self.check_names(what, named, there)
         for agent in {*rewards} - {*playing}:
-            if rewards[agent]:
-                self.warn(agent, "has a reward while it is not in env.agents: that is lost")
+            if np.any(rewards[agent]):
+                self.warn(agent, "has a reward in a step in which it does not act: that is lost")
         ended = set()
         absent = {*playing} - {*observations} - seen_before - self.ended[i]
         for agent in playing:
@@ -945,7 +969,7 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     random.seed(seed)  # what an environment draws while it is made; in workers, PufferLib seeds
     np.random.seed(seed)
     try:
-        with torch_kept():
+        with torch_kept(in_workers=num_workers > 0):
             return vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
     except gym.error.Error as error:  # such as a package that is missing
         raise APIUsageError(str(error)) from error

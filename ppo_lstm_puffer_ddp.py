@@ -338,9 +338,9 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
 
 def moments(x: torch.Tensor, counted: torch.Tensor):
     """Of x (T, N, ...) where counted (T, N) is 1, on all ranks: how many, mean, variance (...)."""
-    x = x.double()  # lest square - mean**2 be noise
-    counted = counted.view(*counted.shape, *[1] * (x.ndim - 2)).expand_as(x)
-    totals = torch.stack((counted, counted * x, counted * x**2)).sum((1, 2))
+    counted = counted.double().view(*counted.shape, *[1] * (x.ndim - 2)).expand_as(x)
+    x = torch.where(counted > 0, x, 0).double()  # lest square - mean**2 be noise
+    totals = torch.stack([terms.sum((0, 1)) for terms in (counted, x, x**2)])
     dist.all_reduce(totals)
     _, mean, square = totals / totals[0].clamp_min(1)
     return totals[0], mean, square - mean**2
@@ -596,7 +596,6 @@ def train(args: Args, envs: "Envs", run: "Run"):
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
             observe(agent.observation_norm[0], observations[:T].flatten(2), valid[:T])
-        signal.alarm(0)
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
@@ -612,6 +611,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             unexplained = variances[0] / variances[1].clamp_min(1e-12)
             losses["explained_variance"] = 1 - unexplained.item()
             run.log(losses, args.learning_rate * schedules[args.anneal])
+        signal.alarm(0)
         if run.iteration % args.checkpoint_interval == 0:
             run.save()
         # The next segment begins where this one ended: row T of what `act` is given.
@@ -846,15 +846,15 @@ def job_folder(args: Args) -> Path:
     job = os.getenv("TORCHELASTIC_RUN_ID", str(int(time.time())))
     if job == "none":
         fail("torchrun needs --rdzv-id with these flags: it names the run's folder")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}"
-    return Path(args.output_dir, name.replace("/", "-").replace(":", "-")).expanduser()
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{job}".replace("/", "-").replace(":", "-")
+    return Path(os.path.expanduser(args.output_dir), name)
 
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
-    files = [Path(path, "trainer_state.pt").expanduser()]
+    files = [Path(os.path.expanduser(path), "trainer_state.pt")]
     if path == "latest":
-        folders = Path(output_dir).expanduser()
+        folders = Path(os.path.expanduser(output_dir))
         files = sorted(folders.glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
         state = torch.load(files[-1], map_location="cpu")
@@ -1074,7 +1074,7 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     resumed = None
     if given.config:
         try:
-            text = Path(given.config).expanduser().read_text()
+            text = Path(os.path.expanduser(given.config)).read_text()
             words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")

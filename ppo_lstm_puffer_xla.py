@@ -762,9 +762,9 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
-    files = [Path(path, "trainer_state.pt").expanduser()]
+    files = [Path(os.path.expanduser(path), "trainer_state.pt")]
     if path == "latest":
-        folders = Path(output_dir).expanduser()
+        folders = Path(os.path.expanduser(output_dir))
         files = sorted(folders.glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
         state = torch.load(files[-1], map_location="cpu")
@@ -776,7 +776,7 @@ def load_checkpoint(path: str, output_dir: str) -> dict:
 def open_folder(args: Args, resumed: dict | None):
     """A new run's folder, or that of --resume, and its metrics.jsonl, locked while it is on."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    folder = Path(args.output_dir, name.replace("/", "-").replace(":", "-")).expanduser()
+    folder = Path(os.path.expanduser(args.output_dir), name.replace("/", "-").replace(":", "-"))
     folder = adapters.started_in / (resumed["folder"] if resumed else folder)
     try:
         folder.mkdir(parents=True, exist_ok=resumed is not None)
@@ -974,7 +974,7 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     resumed = None
     if given.config:
         try:
-            text = Path(given.config).expanduser().read_text()
+            text = Path(os.path.expanduser(given.config)).read_text()
             words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")

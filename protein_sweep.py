@@ -63,7 +63,7 @@ class Args:
     max_cost_seconds: float = 300.0  # of training in a trial: the script's --time-limit
     workers: int = 1  # trials at once; cores and GPUs are divided among them
     confirm_seeds: int = 3  # fresh seeds for the three best at the end: the best mean wins
-    pruning: bool = True  # stop a trial that is in the last quarter, from a third of the cost on
+    pruning: bool = True  # from 0.3 of the cost on, stop what is in the last quarter
     sampler: Literal["gp", "tpe", "random"] = "gp"  # of Optuna's
     seed: int = 1  # trial n trains with seed + n
     hang_seconds: float = 600.0  # without a new line in metrics.jsonl; compiling counts
@@ -336,8 +336,8 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
     """The study, new or as it was left. first: the arguments of its first trial."""
     sampler = SAMPLERS[args.sampler]()  # seeded anew: two processes, or a restart, draw otherwise
-    more = {"n_startup_trials": 10, "n_min_trials": 10, "n_warmup_steps": MILESTONES // 3}
-    pruner = optuna.pruners.PercentilePruner(75, **more)  # at first all score alike: it is luck
+    # Not before 0.3 of the cost: until then all score alike, and luck decides.
+    pruner = optuna.pruners.PercentilePruner(75, 10, round(0.3 * MILESTONES), n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys} | {"script": Path(args.script).stem}
     same["space"] = str([(one.name, one.distribution) for one in space])
@@ -466,7 +466,7 @@ class Sweep:
         return sorted(groups.values(), key=lambda one: one[0].value, reverse=self.better is max)
 
     def queue_best_again(self) -> bool:
-        """The best, each on as many fresh seeds, once nothing else is left. Whether there is now."""
+        """Queues the best, on fresh seeds, once all else is done. Whether there are any."""
         self.deadline = math.inf
         while self.running() and not self.stopping:
             optuna.storages.fail_stale_trials(self.study)  # of a machine that is gone
@@ -585,7 +585,7 @@ def prepare(argv: list[str]) -> Sweep:
     args.env_id = args.env_id or first.get("env_id", "breakout")
     name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{Path(args.script).stem}")
     args.study_name = args.study_name or name
-    folder = Path(args.output_dir, args.study_name)
+    folder = Path(os.path.expanduser(args.output_dir), args.study_name)
     with from_user(f"--output-dir {args.output_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
     return Sweep(args, space, open_study(args, space, first, folder), folder)

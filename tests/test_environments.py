@@ -164,7 +164,9 @@ def test_what_would_mislead_without_a_word_is_said(capfd):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ({"info": {"final_observation": [0]}}, "final_observation it resets itself"),
+        ({"info": {"final_observation": np.ones(1)}}, "final_observation it resets itself"),
+        ({"observation": np.zeros(1), "info": {"final_observation": np.zeros(1)}}, None),
+        ({"info": {"TimeLimit.truncated": np.zeros(2)}}, None),
         ({"info": {"TimeLimit.truncated": True}}, "an end was a time limit"),
         ({"observation": {"a": [0.0], "b": 1}, "space": Dict(a=UNIT)}, "2 parts, and its space 1"),
         ({"info": {"TimeLimit.truncated": False, "final": 1}}, None),
@@ -197,6 +199,7 @@ def test_space_that_cannot_be_is_refused_at_once(spaces, named):
 
 ACTIONS = {
     "Discrete": (Discrete(3, start=-1), [2], 1),
+    "Discrete, unsigned": (Discrete(3, dtype=np.uint64), [2], 2),
     "MultiDiscrete": (MultiDiscrete([3, 2], start=[-1, 5]), [0, 1], [-1, 6]),
     "MultiDiscrete, matrix": (MultiDiscrete([[2, 3], [4, 5]]), [1, 2, 3, 4], [[1, 2], [3, 4]]),
     "MultiBinary": (MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
@@ -227,7 +230,7 @@ def test_action_reaches_the_environment(space, numbers, taken):
         own = env.actions[0]
         assert own in space
         assert not isinstance(space, Box) or (type(own), own.dtype) == (np.ndarray, space.dtype)
-        assert not isinstance(space, Discrete) or type(own) is np.int64  # as it samples
+        assert not isinstance(space, Discrete) or type(own) is space.dtype.type  # as it samples
         as_lists = torch.utils._pytree.tree_map(lambda part: np.asarray(part).tolist(), own)
         assert as_lists == taken
 
@@ -264,7 +267,12 @@ def test_an_action_that_the_environment_keeps_stays_as_it_is():
 
 @pytest.mark.parametrize(
     "reward",
-    [1.5, np.float32(1.5), np.array([1.5]), [[1.5]], Decimal("1.5"), torch.tensor([1.5])],
+    [
+        *(1.5, np.float32(1.5), np.array([1.5]), [[1.5]], Decimal("1.5")),
+        torch.tensor([1.5]),
+        torch.tensor(1.5, requires_grad=True),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+    ],
     ids=repr,
 )
 def test_reward_that_holds_one_number_is_that_number(reward):
@@ -312,7 +320,7 @@ def test_the_api_before_gymnasium_is_named():
     with pytest.raises(pufferlib.APIUsageError, match="reset returned ndarray"):
         envs.reset(seed=1)
     envs.envs[0].reset = lambda **seed: ({}, np.zeros(1))
-    with pytest.raises(pufferlib.APIUsageError, match="info that its reset returned is a ndarray"):
+    with pytest.raises(pufferlib.APIUsageError, match="info that its reset returned is an arr"):
         envs.reset(seed=1)
 
 
@@ -405,13 +413,23 @@ def test_what_an_environment_changes_in_torch_for_all_is_refused(monkeypatch, ch
 
     numbers = []
     register_once(monkeypatch, make_one)
-    try:
-        with pytest.raises(pufferlib.APIUsageError, match="changes torch for all"):
-            adapters.make("Its-v0", {}, 2, 0, 1).reset()
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_grad_enabled(True)
-        torch.set_default_device(None)
+    before = adapters.torch_settings()
+    with pytest.raises(pufferlib.APIUsageError, match="changes torch for all"):
+        adapters.make("Its-v0", {}, 2, 0, 1).reset()
+    assert adapters.torch_settings() == before
+
+
+def test_in_workers_an_environment_may_change_torch(monkeypatch):
+    def make_one():
+        torch.set_default_dtype(torch.float64)
+        return Scripted(observation=[torch.tensor([0.5]).dtype == torch.float64])
+
+    register_once(monkeypatch, make_one)
+    envs = ppo.Envs(adapters.make("Its-v0", {}, 2, 2, 1), 1)
+    with contextlib.closing(envs):
+        envs.reset()
+        assert envs.receive()[1].tolist() == [[1]]
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_an_environment_that_seeds_torch_at_each_reset_leaves_training_its_own_numbers(tmp_path):
@@ -724,7 +742,7 @@ def test_agents_may_be_an_array_and_a_reward_of_one_that_is_away_is_said_to_be_l
 
     rows, _ = rollout(adapters.PettingZooEnvs(lambda: Arrays(DIES)), 5)
     assert rows[:, 0].tolist() == DEAD and rows[:, 1].tolist() == ALIVE
-    said = "warning: agent a has a reward while it is not in env.agents: that is lost\n"
+    said = "warning: agent a has a reward in a step in which it does not act: that is lost\n"
     assert capfd.readouterr().err == said
 
 

@@ -194,6 +194,11 @@ def test_each_agent_plays_its_first_episodes(painted, played, monkeypatch):
     assert lengths["mean"] == pytest.approx((1 + 1 + 1 + 2 + 2 + 4 + 4) / 7)
 
 
+def test_the_newest_run_may_be_below_the_home(run, played, monkeypatch):
+    monkeypatch.setenv("HOME", str(run.parent.parent))
+    assert played("latest", "--output-dir", "~/runs", "--episodes", 2)["episodes"] == 2
+
+
 def test_most_likely_actions_and_seeds_repeat(run, played):
     scores = [played(run, "--episodes", 5, "--deterministic", "--seed", seed) for seed in (1, 1, 2)]
     assert scores[0] == scores[1] and scores[0]["deterministic"]

@@ -55,8 +55,9 @@ def main(tool: Callable, options_class: type, description: str) -> int:
 
 def find_run(path: str, output_dir: str, holds: str) -> pathlib.Path:
     """A run's folder, or a file. "latest": the folder with the newest file named like `holds`."""
+    path = os.path.expanduser(path)
     if path == "latest":
-        files = list(pathlib.Path(output_dir).glob(f"*/{holds}"))
+        files = list(pathlib.Path(os.path.expanduser(output_dir)).glob(f"*/{holds}"))
         if not files:
             fail(f"latest: no run with a {holds} in --output-dir {output_dir}")
         return max(files, key=os.path.getmtime).parent
