@@ -568,12 +568,14 @@ def train(args: Args, envs: "Envs", run: "Run"):
             optimizer.param_groups[0]["lr"].fill_(rate * schedules[args.anneal])
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
-        advantages = compute_advantages(values, rewards, dones, counted, ratio, args)
-        unexplained = moments(advantages, counted)[1]
-        unexplained /= moments(advantages + values[:T], counted)[1].clamp_min(1e-12)
+        rollout_values = values.clone()
         statistics = zeros(len(LOSSES))
         for _ in range(num_minibatches):
             statistics += update()
+        of_rollout = rollout_values, rewards, dones, counted, torch.ones_like(ratio), args
+        advantages = compute_advantages(*of_rollout)
+        unexplained = moments(advantages, counted)[1]
+        unexplained /= moments(advantages + rollout_values[:T], counted)[1].clamp_min(1e-12)
         statistics = torch.cat((statistics / num_minibatches, 1 - unexplained[None]))
         if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
             observe(agent.observation_norm[0], observations[:T].flatten(2).float(), counted)
