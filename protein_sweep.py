@@ -63,7 +63,7 @@ class Args:
     max_cost_seconds: float = 300.0  # of training in a trial: the script's --time-limit
     workers: int = 1  # trials at once; cores and GPUs are divided among them
     confirm_seeds: int = 3  # fresh seeds for the three best at the end: the best mean wins
-    pruning: bool = True  # from 0.3 of the cost on, stop what is in the last quarter
+    pruning: bool = True  # stop what is in the last quarter, from 0.3 of the cost on: before is luck
     sampler: Literal["gp", "tpe", "random"] = "gp"  # of Optuna's
     seed: int = 1  # trial n trains with seed + n
     hang_seconds: float = 600.0  # without a new line in metrics.jsonl; compiling counts
@@ -320,7 +320,8 @@ def one_at_a_time(folder: Path):
 
 def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     """The database; a trial whose machine is gone for a minute goes back into the queue."""
-    file = sqlalchemy.URL.create("sqlite", database=str(folder / "study.db"))
+    name = (folder / "study.db").absolute().as_uri()  # quoted: a folder may have any name
+    file = sqlalchemy.URL.create("sqlite", database=name, query={"uri": "true"})
     url = args.storage or os.environ.get("OPTUNA_STORAGE") or file.render_as_string()
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
     wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
@@ -336,7 +337,6 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
 def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) -> optuna.Study:
     """The study, new or as it was left. first: the arguments of its first trial."""
     sampler = SAMPLERS[args.sampler]()  # seeded anew: two processes, or a restart, draw otherwise
-    # Not before 0.3 of the cost: until then all score alike, and luck decides.
     pruner = optuna.pruners.PercentilePruner(75, 10, round(0.3 * MILESTONES), n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys} | {"script": Path(args.script).stem}
