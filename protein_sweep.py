@@ -63,7 +63,7 @@ class Args:
     max_cost_seconds: float = 300.0  # of training in a trial: the script's --time-limit
     workers: int = 1  # trials at once; cores and GPUs are divided among them
     confirm_seeds: int = 3  # fresh seeds for the three best at the end: the best mean wins
-    pruning: bool = True  # stop what is in the last quarter, from 0.3 of the cost on: before is luck
+    pruning: bool = True  # from 0.3 of the cost on, stop what is in the last quarter
     sampler: Literal["gp", "tpe", "random"] = "gp"  # of Optuna's
     seed: int = 1  # trial n trains with seed + n
     hang_seconds: float = 600.0  # without a new line in metrics.jsonl; compiling counts
