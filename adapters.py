@@ -1015,8 +1015,12 @@ def lock(file):
 def write_whole(path: pathlib.Path, content: bytes):
     """Whoever reads it sees the old file or the new one, whole."""
     part = path.with_name(f"{path.name}.tmp")
-    part.write_bytes(content)
-    os.replace(part, path)
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def keep_freed_memory():

@@ -971,8 +971,8 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
     large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
     words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
-    known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
-    given, _ = known(args=words)
+    parse_known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
+    given, _ = parse_known(args=words)
     resumed = None
     if given.config:
         try:
@@ -980,7 +980,7 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
             words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
-        given, _ = known(args=words)  # the file may have a resume or an output_dir
+        given, _ = parse_known(args=words)  # the file may have a resume or an output_dir
     if given.resume:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]

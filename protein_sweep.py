@@ -507,9 +507,7 @@ class Sweep:
         how = f"mean of {len(trials) - 1} fresh seeds" if trials[1:] else "one run, so partly luck"
         text = f"# Trial {trials[0].number} of study {self.args.study_name}: {score} ({how}).\n"
         text += yaml.safe_dump(trials[0].user_attrs["config"], sort_keys=False)
-        temporary = self.folder / "best.yaml.tmp"
-        temporary.write_text(text)
-        temporary.replace(self.folder / "best.yaml")
+        adapters.write_whole(self.folder / "best.yaml", text.encode())
         return f"; best {fresh_mean(trials):.5g} (trial {trials[0].number})"
 
     def report(self):

@@ -13,7 +13,6 @@ flags for the training script: --env-id, --hidden-size, --env.KEY VALUE.
 
 import io
 import logging
-import os
 import pathlib
 import sys
 import warnings
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from pufferlib import adapters
 from run_folder import Source, Trained, fail, main
 
 INPUTS = ("observation", "done", "h", "c")
@@ -126,12 +126,9 @@ def export(options: Options, flags: list[str]) -> int:
     else:
         content = to_pufferlib(trained)
     trained.envs.close()
-    temporary = out.with_name(f"{out.name}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, out)
+        adapters.write_whole(out, content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         fail(f"--out {out}: {error.strerror}")
     total = sum(parameter.numel() for parameter in parameters)
     print(f"{out}: {total:,} parameters of {trained.path}{line}")
