@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from dataclasses import dataclass
 
 import tyro
@@ -69,13 +69,16 @@ def repeat(options: Options) -> int:
         words = [sys.executable, *shlex.split(options.launcher), str(script)]
         words += ["--config", f"{folder}/config.yaml", "--output-dir", temporary, "--no-track"]
         words += ["--time-limit", "inf"]  # it ends with the rows
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without its child
+        # An exception of a handler in the midst of Popen would leave the child behind.
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
         process = subprocess.Popen(words, env=environment, stdout=sys.stderr)
         try:
             ended = False
             differences = []
             while not ended and not any(differences) and len(differences) < len(before):
-                time.sleep(0.2)
+                if stop.wait(0.2):
+                    sys.exit(128 + signal.SIGTERM)
                 ended = process.poll() is not None  # before its rows are read: these are all
                 now = [row for run in pathlib.Path(temporary).glob("*") for row in rows_of(run)]
                 differences = [difference(*pair) for pair in zip(before, now)]
