@@ -19,6 +19,7 @@ import pathlib
 import random
 import re
 import shlex
+import signal
 import sys
 import traceback
 import weakref
@@ -57,6 +58,18 @@ def say(text: str, file=None):
 @cache
 def say_once(say: Callable, text: str):
     say(text)
+
+
+@contextlib.contextmanager
+def signals_kept():
+    """A run takes the signals; after it they are the notebook's again."""
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) is not handler:
+                signal.signal(signum, handler)
 
 
 def tell_of_size(observations, say: Callable):

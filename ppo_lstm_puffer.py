@@ -36,7 +36,7 @@ import torch
 import tyro
 import yaml
 from pufferlib import adapters  # it is install_pufferlib.sh that puts this there
-from pufferlib.adapters import say  # prints a line for people
+from pufferlib.adapters import say  # prints to stderr
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -53,12 +53,12 @@ class Args:
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int | None = None  # None: 0, on a GPU most cores; even: double-buffered
-    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logged as they were
-    norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
-    norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
+    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logs are unclipped
+    norm_rewards: bool = False  # divide by the discounted returns' standard deviation; clip to 10
+    norm_obs: bool = False  # observations to mean 0, standard deviation 1 (images: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
-    learning_rate: float = 0.06  # of --optimizer; adam: 0.00025 to 0.002
+    learning_rate: float = 0.06  # of --optimizer; adam: 0.00025 (Atari) to 0.01 (Breakout)
     adam_learning_rate: float = 5e-4  # with Muon: of Adam, for whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices and Adam for the rest, or Adam
     momentum: float = 0.8  # Muon's; Adam's beta1 where Adam trains all
@@ -68,8 +68,8 @@ class Args:
     gae_lambda: float = 0.9  # lambda of the advantages
     minibatch_size: int = 2048  # steps per update: minibatch_size / num_steps segments
     max_minibatch_size: int = 32768  # more steps are split, and their gradients accumulated
-    update_epochs: float = 1.0  # so many batches' worth of minibatches, each drawn anew
-    norm_adv: bool = True  # normalize advantages by their mean and deviation over the batch
+    update_epochs: float = 1.0  # batches' worth of minibatches per iteration, each drawn anew
+    norm_adv: bool = True  # advantages to mean 0, standard deviation 1 over the batch
     clip_coef: float = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: float = 2.0  # clip range of the value loss; inf: not clipped
     vf_coef: float = 4.0  # weight of the value loss
@@ -81,7 +81,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the new LSTM's gates keep for up to so many steps
+    chrono_init: int = 1  # for memory: first biases of gates that keep for up to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     compile: bool = True  # torch.compile; needs a C++ compiler
     cuda_graphs: bool = True  # on a GPU: record the policy step and the update, and replay them
@@ -115,8 +115,8 @@ class Agent(nn.Module):
         super().__init__()
         hidden = args.hidden_size
         shape = observation_space.shape
-        self.pixels = adapters.is_pixels(observation_space)
-        self.image = adapters.is_image(observation_space)  # the smallest side is the channels
+        self.pixels = adapters.is_pixels(observation_space)  # bytes, divided by 255
+        self.image = adapters.is_image(observation_space)  # pixels with sides for convolutions
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
@@ -126,7 +126,7 @@ class Agent(nn.Module):
             self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
         self.policy = nn.Module()
         layers = []
-        x = self.flatten(torch.zeros(1, *shape))  # goes through the layers for their sizes
+        x = self.flatten(torch.zeros(1, *shape))  # a dummy, for the layers' input sizes
         if self.image:  # the encoder of Mnih et al. 2015
             for channels, size, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
                 layer = layer_init(nn.Conv2d(x.shape[1], channels, size, stride))
@@ -134,7 +134,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # the first layer in float32, but for images
+        self.policy.encoder = nn.Sequential(*layers)  # a fork's too; ends with (batch, hidden)
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -152,9 +152,9 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
-        keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
-        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
-        self.dtype = getattr(torch, args.precision)
+        forget = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
+        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-forget, forget))  # input, forget
+        self.dtype = getattr(torch, args.precision)  # the compute dtype
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -172,7 +172,7 @@ class Agent(nn.Module):
         layers = self.policy.encoder
         if not self.image:  # the first layer in float32: in bfloat16's 8 bits 1001 is 1000
             x = layers[0](x)
-            layers = layers[1:]  # the GELU; only convolutions have more weights
+            layers = layers[1:]  # the GELU, convolutions, or what a fork appends
         # Cast by hand: with torch.autocast inside, functions are compiled anew in every process.
         weights = {name: weight.to(self.dtype) for name, weight in layers.named_parameters()}
         x = torch.func.functional_call(layers, weights, x.to(self.dtype))
@@ -250,7 +250,7 @@ def lstm_forward(x, h, c, dones, weight, bias):
 
 def lstm_outputs(x, h, c, dones, weight, bias):
     """`lstm_forward`'s outputs (T, N, H), for training: backpropagation ends at the first state."""
-    h = h.detach().requires_grad_()  # only so that all chunks are one compiled function
+    h = h.detach().requires_grad_()  # as in later chunks: one compiled function for all
     c = c.detach().requires_grad_()
     outputs = []
     for steps, resets in zip(x.split(UNROLL), dones.split(UNROLL)):
@@ -265,11 +265,11 @@ def lstm_outputs(x, h, c, dones, weight, bias):
 def compute_advantages(values, rewards, dones, valid, ratio, args):
     """V-trace's temporal differences (Espeholt et al. 2018), summed as GAE (Schulman et al. 2016).
 
-    values, dones (T + 1, N): row T is of the observation after the segment, its value the
-    bootstrap; dones[t] = 1 if the episode ended just before o_t; rewards, valid, ratio (T, N).
-    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Where valid is 0 the
-    environment ignores the action, and the sum starts anew. So a truncation bootstraps: its last
-    observation has valid 0 and dones 0, and dones is 1 in the row after it. Returns (T, N).
+    values, dones (T + 1, N): index T is the observation after the segment, its value the
+    bootstrap. dones[t + 1] = 1: v_{t+1} is not bootstrapped from, and the sum starts anew.
+    rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (The
+    last observation of an episode has valid 0, and dones 1 if it terminated, 0 if truncated.)
+    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
     discount = args.gamma * (1 - dones[1:])
     rho = ratio.clamp(max=args.vtrace_rho_clip)
@@ -308,8 +308,8 @@ class Minibatch(NamedTuple):
     segments: torch.Tensor  # (B) indices into the batch
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
-    values: torch.Tensor  # (T, B), the newest, not the rollout's: value clipping starts from them
-    weight: torch.Tensor  # (T, B), of each step in all terms of the loss; 0 where it was ignored
+    values: torch.Tensor  # (T, B), of the last update that drew them: clipping starts from them
+    weight: torch.Tensor  # (T, B), of a step in each term of the loss; 0 where it was ignored
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
@@ -331,9 +331,9 @@ def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
     return Minibatch(segments, normalized[:, segments], returns, values, weight)
 
 
-def observe(norm: nn.BatchNorm1d, x: torch.Tensor):
+def fit_norm(norm: nn.BatchNorm1d, x: torch.Tensor):
     """Adds x (n, features) to the statistics of all rows ever seen (Chan et al. 1979)."""
-    if len(x) == 0:  # whoever acts was reset just now, or away
+    if len(x) == 0:  # no step was valid
         return
     norm.num_batches_tracked += len(x)  # here: rows
     share = len(x) / norm.num_batches_tracked
@@ -369,7 +369,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
-    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns h, c too."""
+    """Acts on observations (N, *obs). Returns h, c too. tools/ play and export call it as well."""
     features = agent.encode(observations[None])
     hidden, h, c = lstm_forward(features, h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
@@ -453,21 +453,21 @@ def train(args: Args, envs: "Envs", run: "Run"):
     optimizers = make_optimizers(agent, args)
     run.begin(agent, optimizers)
 
-    # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
-    # become row 0 of the next, its values are the bootstrap.
+    # STORAGE: time first. Index T is what follows the segment: its observations, dones and valid
+    # become index 0 of the next, its values are the bootstrap.
     zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
-    dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
-    observations = zeros(T + 1, N, *space.shape, dtype=dtype)
+    obs_dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
+    observations = zeros(T + 1, N, *space.shape, dtype=obs_dtype)
     adapters.tell_of_size(observations, say)
-    dtype = torch.float32 if agent.continuous else torch.int64
-    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=dtype)
-    arrived = zeros(3, T + 1, N)  # with o_t: dones, valid, and the reward of step t - 1
-    dones, valid, raw_rewards = arrived
+    action_dtype = torch.float32 if agent.continuous else torch.int64
+    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=action_dtype)
+    arrived = zeros(3, T + 1, N)  # with o_t; what receive() stores is seen in these views:
+    dones, valid, last_rewards = arrived  # last_rewards[t] is for a_{t-1}, rewards[t] for a_t
     values = zeros(T + 1, N)
     logprobs, rewards, ratio, discounted = zeros(4, T, N)
     h, c, start_h, start_c = zeros(4, N, args.hidden_size)
-    # Filled in place in every iteration: a new number compiles anew; CUDA graphs keep the first.
+    # Filled in place: a new Python number would be compiled anew, a CUDA graph reads this memory.
     noise = agent.sampling_noise(T + 1, N, device=device)
     acting_weights = [weight.detach().clone() for weight in agent.lstm_weights()]  # cast once
     beta = zeros(())
@@ -481,16 +481,16 @@ def train(args: Args, envs: "Envs", run: "Run"):
         return agents
 
     @torch.no_grad()
-    def act_at(t: int, rows: slice):
-        """Step t for these agents. Step T is for its value only and leaves h, c alone."""
-        inputs = observations[t, rows], dones[t, rows], h[rows], c[rows]
-        action, logprob, value, new_h, new_c = act(agent, *inputs, *acting_weights, noise[t, rows])
-        values[t, rows] = value
+    def act_at(t: int, group: slice):
+        """Step t for these agents. Step T is for its value only: h, c stay as they are."""
+        inputs = observations[t, group], dones[t, group], h[group], c[group]
+        action, logprob, value, new_h, new_c = act(agent, *inputs, *acting_weights, noise[t, group])
+        values[t, group] = value
         if t < T:
-            actions[t, rows] = action
-            logprobs[t, rows] = logprob
-            h[rows] = new_h
-            c[rows] = new_c
+            actions[t, group] = action
+            logprobs[t, group] = logprob
+            h[group] = new_h
+            c[group] = new_c
 
     def update() -> torch.Tensor:
         """Draws a minibatch and takes an optimizer step. Returns LOSSES."""
@@ -499,8 +499,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         sums = zeros(len(LOSSES) - 1)
         agent.zero_grad()
         at_once = args.max_minibatch_size // T  # segments; their gradients add up
-        parts = zip(*(tensor.split(at_once, -1) for tensor in minibatch), strict=True)
-        for part in map(Minibatch._make, parts):
+        for first in range(0, len(minibatch.segments), at_once):
+            part = Minibatch(*(tensor[..., first : first + at_once] for tensor in minibatch))
             segments = part.segments
             features = agent.encode(observations[:T].index_select(1, segments))
             start = start_h[segments], start_c[segments]
@@ -508,20 +508,20 @@ def train(args: Args, envs: "Envs", run: "Run"):
             taken = actions[:, segments], logprobs[:, segments]
             loss, new_ratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = new_ratio  # of the policy before this step
+            ratio[:, segments] = new_ratio  # of the policy before this optimizer step
             values[:T, segments] = new_values
             sums += terms
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        means = sums / minibatch.weight.sum().clamp_min(1e-12)  # for the log; the loss has sums
+        means = sums / minibatch.weight.sum().clamp_min(1e-12)  # for the log: they sum to about 1
         return torch.cat((grad_norm[None], means))
 
-    groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
+    groups = [receive(0) for _ in range(envs.num_groups)]  # act together: all agents, or halves
     if args.cuda_graphs and args.device == "cuda":
         act_at = CudaGraphs(act_at)
         update = CudaGraphs(update)
-    over = run.exit_reason is not None
+    over = run.exit_reason is not None  # asked once an iteration: signals come at any time
     while not over:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         start_h.copy_(h)
@@ -529,21 +529,21 @@ def train(args: Args, envs: "Envs", run: "Run"):
         noise.copy_(agent.sampling_noise(T + 1, N, device=device))
         for stored, weight in zip(acting_weights, agent.lstm_weights()):
             stored.copy_(weight.detach())
-        for t in range(T + 1):  # the last for v_T alone
-            for rows in groups:
+        for t in range(T + 1):  # step T is for v_T: the next segment begins with o_T, and acts
+            for group in groups:
                 if t > 0:
                     receive(t)  # of these agents: groups arrive in the order in which they acted
-                act_at(t, rows)
+                act_at(t, group)
                 if t < T:
-                    envs.send(actions[t, rows].cpu().numpy())
-        rewards.copy_(raw_rewards[1:])
+                    envs.send(actions[t, group].cpu().numpy())
+        rewards.copy_(last_rewards[1:])
         if args.clip_rewards and not args.norm_rewards:
             adapters.tell_of_clipping(rewards, say)
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # at t = 0, discounted[-1] is the last of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
-            observe(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
+            fit_norm(agent.return_norm, discounted[valid[:T] > 0].unsqueeze(1))
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
 
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
@@ -559,8 +559,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         for _ in range(num_minibatches):
             statistics += update()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
-        if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
-            observe(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
+        if args.norm_obs and not agent.pixels:  # not before: ratios start at 1
+            fit_norm(agent.observation_norm[0], observations[:T][valid[:T] > 0].flatten(1).float())
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
@@ -624,10 +624,10 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
 
 def fast_bfloat16(device: str) -> str | None:
     """What here multiplies bfloat16 faster than float32; None if nothing does."""
-    able = torch.cpu.get_capabilities()  # bf16: Arm's
     if device == "cuda":
-        able = {"CUDA": torch.cuda.get_device_capability() >= (8, 0)}
-    return next((key for key in ("CUDA", "amx_bf16", "avx512_bf16", "bf16") if able.get(key)), None)
+        return "CUDA" if torch.cuda.get_device_capability() >= (8, 0) else None
+    able = torch.cpu.get_capabilities()  # bf16: Arm's
+    return next((key for key in ("amx_bf16", "avx512_bf16", "bf16") if able.get(key)), None)
 
 
 class CudaGraphs:
@@ -923,7 +923,7 @@ class Run(contextlib.AbstractContextManager):
 
 
 def as_words(config: dict[str, Any]) -> list[str]:
-    """A configuration, but for a sister's device, as words, which tyro checks."""
+    """A configuration, but for the XLA script's device, as words, which tyro checks."""
     words = []
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
@@ -969,12 +969,12 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
 
 def resolve(args: Args):
     """Replaces what is "auto" or None by what it means here, and checks what numbers may be."""
-    bounds = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
+    lowest = {"seed": 0, "num_workers": 0, "update_epochs": 0.001}
+    highest = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
     for name, value in asdict(args).items():
         if type(value) in (int, float):
-            least = 1 if type(value) is int and name not in ("seed", "num_workers") else 0
-            least = 0.001 if name == "update_epochs" else least
-            most = bounds.get(name, math.inf)
+            least = lowest.get(name, 1 if type(value) is int else 0)
+            most = highest.get(name, math.inf)
             if not least <= value <= most:
                 fail(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
     minibatch = args.minibatch_size
@@ -1003,18 +1003,18 @@ def main(args: Args, resumed: dict | None = None) -> int:
     """Trains, with environments and a run's folder that are closed whatever happens."""
     seed = pufferlib.env_seed(args.seed, resumed["iteration"] if resumed else 0)
     try:
-        with contextlib.closing(make_envs(args, seed)) as envs:
+        with adapters.signals_kept(), contextlib.closing(make_envs(args, seed)) as envs:
             batch = envs.num_agents * args.num_steps
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
-            envs.reset()  # here, so that what is wrong (not in workers) leaves no folder
+            envs.reset()  # here, so that one that fails here (not in a worker) leaves no folder
             set_up_torch(args, envs, seed)  # after it: an environment may seed torch
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: {error}")
         return 1
-    return 128 + run.signals[0] if run.signals else 0
+    return 128 + run.signals[0] if run.signals and run.step < args.total_timesteps else 0
 
 
 if __name__ == "__main__":

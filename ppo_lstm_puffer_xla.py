@@ -43,7 +43,7 @@ import torch_xla.runtime as xr
 import tyro
 import yaml
 from pufferlib import adapters  # it is install_pufferlib.sh that puts this there
-from pufferlib.adapters import say  # prints a line for people
+from pufferlib.adapters import say  # prints to stderr
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -60,12 +60,12 @@ class Args:
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
     num_workers: int = 0  # of each host; even: double-buffered
-    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logged as they were
-    norm_rewards: bool = False  # divide by the deviation of discounted returns; clip to 10
-    norm_obs: bool = False  # observations to mean 0, deviation 1 (images alone: never)
+    clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logs are unclipped
+    norm_rewards: bool = False  # divide by the discounted returns' standard deviation; clip to 10
+    norm_obs: bool = False  # observations to mean 0, standard deviation 1 (images: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
-    learning_rate: float = 0.06  # of --optimizer; adam: 0.00025 to 0.002
+    learning_rate: float = 0.06  # of --optimizer; adam: 0.00025 (Atari) to 0.01 (Breakout)
     adam_learning_rate: float = 5e-4  # with Muon: of Adam, for whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices and Adam for the rest, or Adam
     momentum: float = 0.8  # Muon's; Adam's beta1 where Adam trains all
@@ -75,8 +75,8 @@ class Args:
     gae_lambda: float = 0.9  # lambda of the advantages
     minibatch_size: int = 2048  # steps per update: minibatch_size / num_steps segments
     max_minibatch_size: int = 32768  # more steps are split, and their gradients accumulated
-    update_epochs: float = 1.0  # so many batches' worth of minibatches, each drawn anew
-    norm_adv: bool = True  # normalize advantages by their mean and deviation over the batch
+    update_epochs: float = 1.0  # batches' worth of minibatches per iteration, each drawn anew
+    norm_adv: bool = True  # advantages to mean 0, standard deviation 1 over the batch
     clip_coef: float = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: float = 2.0  # clip range of the value loss; inf: not clipped
     vf_coef: float = 4.0  # weight of the value loss
@@ -88,7 +88,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: the new LSTM's gates keep for up to so many steps
+    chrono_init: int = 1  # for memory: first biases of gates that keep for up to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     # Run
     time_limit: float = math.inf  # stop after so many seconds of training; schedules do not follow
@@ -120,8 +120,8 @@ class Agent(nn.Module):
         super().__init__()
         hidden = args.hidden_size
         shape = observation_space.shape
-        self.pixels = adapters.is_pixels(observation_space)
-        self.image = adapters.is_image(observation_space)  # the smallest side is the channels
+        self.pixels = adapters.is_pixels(observation_space)  # bytes, divided by 255
+        self.image = adapters.is_image(observation_space)  # pixels with sides for convolutions
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
         self.observation_norm = nn.Identity()
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
@@ -131,7 +131,7 @@ class Agent(nn.Module):
             self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
         self.policy = nn.Module()
         layers = []
-        x = self.flatten(torch.zeros(1, *shape))  # goes through the layers for their sizes
+        x = self.flatten(torch.zeros(1, *shape))  # a dummy, for the layers' input sizes
         if self.image:  # the encoder of Mnih et al. 2015
             for channels, size, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
                 layer = layer_init(nn.Conv2d(x.shape[1], channels, size, stride))
@@ -139,7 +139,7 @@ class Agent(nn.Module):
                 x = layer(x)
             layers.append(nn.Flatten())
         layers += [layer_init(nn.Linear(x[0].numel(), hidden)), nn.GELU()]
-        self.policy.encoder = nn.Sequential(*layers)  # the first layer in float32, but for images
+        self.policy.encoder = nn.Sequential(*layers)  # a fork's too; ends with (batch, hidden)
         self.continuous = isinstance(action_space, gym.spaces.Box)
         if self.continuous:
             self.num_logits = math.prod(action_space.shape)
@@ -157,9 +157,9 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
-        keep = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
-        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-keep, keep))
-        self.dtype = getattr(torch, args.precision)
+        forget = torch.linspace(1, args.chrono_init, hidden).log()  # Tallec and Ollivier 2018
+        self.lstm.bias_hh_l0.data[: 2 * hidden] = torch.cat((-forget, forget))  # input, forget
+        self.dtype = getattr(torch, args.precision)  # the compute dtype
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         """Observations (batch, *obs) to float32 (batch, features), images to (batch, C, H, W)."""
@@ -177,7 +177,7 @@ class Agent(nn.Module):
         layers = self.policy.encoder
         if not self.image:  # the first layer in float32: in bfloat16's 8 bits 1001 is 1000
             x = layers[0](x)
-            layers = layers[1:]  # the GELU; only convolutions have more weights
+            layers = layers[1:]  # the GELU, convolutions, or what a fork appends
         # Cast by hand: with torch.autocast inside, functions are compiled anew in every process.
         weights = {name: weight.to(self.dtype) for name, weight in layers.named_parameters()}
         x = torch.func.functional_call(layers, weights, x.to(self.dtype))
@@ -276,11 +276,11 @@ def lstm_outputs(x, h, c, dones, weight, bias):
 def compute_advantages(values, rewards, dones, valid, ratio, args):
     """V-trace's temporal differences (Espeholt et al. 2018), summed as GAE (Schulman et al. 2016).
 
-    values, dones (T + 1, N): row T is of the observation after the segment, its value the
-    bootstrap; dones[t] = 1 if the episode ended just before o_t; rewards, valid, ratio (T, N).
-    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Where valid is 0 the
-    environment ignores the action, and the sum starts anew. So a truncation bootstraps: its last
-    observation has valid 0 and dones 0, and dones is 1 in the row after it. Returns (T, N).
+    values, dones (T + 1, N): index T is the observation after the segment, its value the
+    bootstrap. dones[t + 1] = 1: v_{t+1} is not bootstrapped from, and the sum starts anew.
+    rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (The
+    last observation of an episode has valid 0, and dones 1 if it terminated, 0 if truncated.)
+    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
     discount = args.gamma * (1 - dones[1:])
     rho = ratio.clamp(max=args.vtrace_rho_clip)
@@ -319,8 +319,8 @@ class Minibatch(NamedTuple):
     segments: torch.Tensor  # (B) indices into the batch
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
-    values: torch.Tensor  # (T, B), the newest, not the rollout's: value clipping starts from them
-    weight: torch.Tensor  # (T, B), of each step in all terms of the loss; 0 where it was ignored
+    values: torch.Tensor  # (T, B), of the last update that drew them: clipping starts from them
+    weight: torch.Tensor  # (T, B), of a step in each term of the loss; 0 where it was ignored
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
@@ -368,7 +368,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
-    """Acts on observations (N, *obs), the LSTM reset where dones (N) is 1. Returns h, c too."""
+    """Acts on observations (N, *obs). Returns h, c too. tools/ play and export call it as well."""
     features = agent.encode(observations[None])
     hidden, h, c = lstm_forward(features, h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
@@ -453,14 +453,14 @@ def train(args: Args, envs: "Envs", run: "Run"):
     optimizers = make_optimizers(agent, args)
     run.begin(agent, optimizers)
 
-    # STORAGE: time first. Row T is what follows the segment: its observations, dones and valid
-    # become row 0 of the next, its values are the bootstrap.
+    # STORAGE: time first. Index T is what follows the segment: its observations, dones and valid
+    # become index 0 of the next, its values are the bootstrap.
     zeros = partial(torch.zeros, device=device)
     space = envs.observation_space
-    dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
-    observations = zeros(T + 1, N, *space.shape, dtype=dtype)
-    dtype = torch.float32 if agent.continuous else torch.int64
-    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=dtype)
+    obs_dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
+    observations = zeros(T + 1, N, *space.shape, dtype=obs_dtype)
+    action_dtype = torch.float32 if agent.continuous else torch.int64
+    actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=action_dtype)
     # No views of one tensor: a write to one would be a write to all.
     values, dones, valid = (zeros(T + 1, N) for _ in range(3))
     logprobs, rewards, ratio, discounted = (zeros(T, N) for _ in range(4))
@@ -493,17 +493,18 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
     @torch.no_grad()
     def act_at(t: int, start: int, stop: int):
-        """Step t for agents start to stop. Step T is for its value only and leaves h, c alone."""
-        rows = slice(start, stop)
+        """Step t for agents start to stop. Step T is for its value only: h, c stay as they are."""
+        group = slice(start, stop)
         at = indices[t]
-        inputs = observations[at, rows][0], dones[at, rows][0], h[rows], c[rows], *acting_weights
-        action, logprob, value, new_h, new_c = act(agent, *inputs, noise[at, rows][0])
-        values[at, rows] = value
+        inputs = observations[at, group][0], dones[at, group][0], h[group], c[group]
+        step_noise = noise[at, group][0]
+        action, logprob, value, new_h, new_c = act(agent, *inputs, *acting_weights, step_noise)
+        values[at, group] = value
         if t < T:
-            actions[at, rows] = action
-            logprobs[at, rows] = logprob
-            h[rows] = new_h
-            c[rows] = new_c
+            actions[at, group] = action
+            logprobs[at, group] = logprob
+            h[group] = new_h
+            c[group] = new_c
 
     def update() -> torch.Tensor:
         """Draws a minibatch and takes an optimizer step. Returns LOSSES."""
@@ -514,8 +515,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         sums = zeros(len(LOSSES) - 1)
         agent.zero_grad()
         most = args.max_minibatch_size // T  # segments at once; their gradients add up
-        parts = zip(*(tensor.split(most, -1) for tensor in minibatch), strict=True)
-        for part in map(Minibatch._make, parts):
+        for first in range(0, len(minibatch.segments), most):
+            part = Minibatch(*(tensor[..., first : first + most] for tensor in minibatch))
             segments = part.segments
             features = agent.encode(observations[:T, segments])
             start = start_h[segments], start_c[segments]
@@ -523,7 +524,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             taken = actions[:, segments], logprobs[:, segments]
             loss, new_ratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
             loss.backward()
-            ratio[:, segments] = new_ratio  # of the policy before this step
+            ratio[:, segments] = new_ratio  # of the policy before this optimizer step
             values[:T, segments] = new_values
             sums += terms
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -534,8 +535,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
     update = torch_xla.compile(update, full_graph=True)
 
-    groups = [receive(0) for _ in range(envs.num_groups)]  # who acts together: all, or two halves
-    over = run.exit_reason is not None
+    groups = [receive(0) for _ in range(envs.num_groups)]  # act together: all agents, or halves
+    over = run.exit_reason is not None  # asked once an iteration: signals come at any time
     while not over:
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
         start_h.copy_(h)
@@ -543,20 +544,20 @@ def train(args: Args, envs: "Envs", run: "Run"):
         noise.copy_(agent.sampling_noise(T + 1, N))
         for stored, weight in zip(acting_weights, agent.lstm_weights()):
             stored.copy_(weight.detach())
-        for t in range(T + 1):  # the last for v_T alone
-            for rows in groups:
+        for t in range(T + 1):  # step T is for v_T: the next segment begins with o_T, and acts
+            for group in groups:
                 if t > 0:
                     receive(t)
-                act_at(t, rows.start, rows.stop)
+                act_at(t, group.start, group.stop)
                 if t < T:
-                    envs.send(rows_of_this_host(actions[indices[t], rows][0]).numpy())
+                    envs.send(rows_of_this_host(actions[indices[t], group][0]).numpy())
         counted = valid[:T]
         if args.clip_rewards and not args.norm_rewards:
             rewards.clip_(-1, 1)
         if args.norm_rewards:  # by the deviation of discounted returns (Engstrom et al. 2020)
             for t in range(T):  # at t = 0, discounted[-1] is the last of the segment before
                 discounted[t] = rewards[t] + args.gamma * (1 - dones[t]) * discounted[t - 1]
-            observe(agent.return_norm, discounted.unsqueeze(-1), counted)
+            fit_norm(agent.return_norm, discounted.unsqueeze(-1), counted)
             rewards.div_((agent.return_norm.running_var + 1e-8).sqrt()).clamp_(-10, 10)
         torch_xla.sync()
 
@@ -577,8 +578,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         unexplained = moments(advantages, counted)[1]
         unexplained /= moments(advantages + rollout_values[:T], counted)[1].clamp_min(1e-12)
         statistics = torch.cat((statistics / num_minibatches, 1 - unexplained[None]))
-        if args.norm_obs and not agent.pixels:  # not within a segment: the ratio starts at 1
-            observe(agent.observation_norm[0], observations[:T].flatten(2).float(), counted)
+        if args.norm_obs and not agent.pixels:  # not before: ratios start at 1
+            fit_norm(agent.observation_norm[0], observations[:T].flatten(2).float(), counted)
         torch_xla.sync()
         losses = dict(zip([*LOSSES, "explained_variance"], statistics.tolist()))  # waits for them
 
@@ -662,7 +663,7 @@ def moments(x: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 @torch.no_grad()
-def observe(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
+def fit_norm(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
     """Adds x[counted > 0] to the statistics of all rows ever seen."""
     mean, variance = moments(x, counted)
     rows = counted.sum()
@@ -948,7 +949,7 @@ class Run(contextlib.AbstractContextManager):
 
 
 def as_words(config: dict[str, Any]) -> list[str]:
-    """A configuration, but for a sister's device, as words, which tyro checks."""
+    """A configuration, but for the XLA script's device, as words, which tyro checks."""
     words = []
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
@@ -995,12 +996,12 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
 
 def resolve(args: Args):
     """Replaces what is "auto" or None by what it means here, and checks what numbers may be."""
-    bounds = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
+    lowest = {"seed": 0, "num_workers": 0, "update_epochs": 0.001}
+    highest = {"momentum": 0.999, "gamma": 1, "gae_lambda": 1, "prio_beta0": 1}
     for name, value in asdict(args).items():
         if type(value) in (int, float):
-            least = 1 if type(value) is int and name not in ("seed", "num_workers") else 0
-            least = 0.001 if name == "update_epochs" else least
-            most = bounds.get(name, math.inf)
+            least = lowest.get(name, 1 if type(value) is int else 0)
+            most = highest.get(name, math.inf)
             if not least <= value <= most:
                 fail(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
     minibatch = args.minibatch_size
@@ -1020,6 +1021,7 @@ def resolve(args: Args):
         say("warning: --precision bfloat16: float32 is up to 50 times faster on this hardware")
 
 
+@adapters.signals_kept()
 def main(args: Args, resumed: dict | None = None) -> int:
     """Trains, with environments and a run's folder that are closed whatever happens."""
     start_devices(args)
@@ -1043,14 +1045,15 @@ def main(args: Args, resumed: dict | None = None) -> int:
             segments = min(args.minibatch_size, args.max_minibatch_size) // args.num_steps
             if segments % xr.global_runtime_device_count():
                 fail(f"--minibatch-size: its {segments} segments at once do not split over devices")
-            envs.reset()  # here, so that what is wrong (not in workers) leaves no folder
+            envs.reset()  # here, so that one that fails here (not in a worker) leaves no folder
             set_up_torch(seed)  # after it: an environment may seed torch
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except (ChildProcessError, pufferlib.APIUsageError) as error:
         say(f"error: {error}")
         return 1
-    return 128 + int(run.ending) if run.ending >= 1 else 0
+    stopped = run.ending >= 1 and run.step < args.total_timesteps
+    return 128 + int(run.ending) if stopped else 0
 
 
 if __name__ == "__main__":

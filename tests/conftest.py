@@ -1,7 +1,6 @@
 """What the tests share: running the script as a user would, in a process of its own or in that of
 the test."""
 
-import contextlib
 import os
 import pathlib
 import pickle
@@ -112,21 +111,8 @@ SIZES = {
 def train_here(folder, resumed: dict | None = None, **arguments) -> pathlib.Path:
     """Trains in this process with SIZES and these arguments of Args. Returns the run's folder."""
     args = ppo.Args(**SIZES | {"output_dir": str(folder)} | arguments)
-    with signals_kept():
-        assert ppo.main(args, resumed) == 0
+    assert ppo.main(args, resumed) == 0
     return max(pathlib.Path(folder).iterdir(), key=os.path.getmtime)
-
-
-@contextlib.contextmanager
-def signals_kept():
-    """A run takes the signals, and a test gives them back."""
-    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        for signum, handler in handlers.items():
-            if signal.getsignal(signum) is not handler:
-                signal.signal(signum, handler)
 
 
 class Recording(str):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import FOREIGN, ROOT, SMALL, run_script, signals_kept
+from conftest import FOREIGN, ROOT, SMALL, run_script
 from reading import newest_run
 
 import ppo_lstm_puffer as ppo
@@ -14,8 +14,7 @@ import ppo_lstm_puffer as ppo
 def call(*arguments) -> int:
     """The script's exit code, called in this process with these after the small arguments."""
     try:
-        with signals_kept():
-            return ppo.main(*ppo.parse_args([*SMALL, *map(str, arguments)]))
+        return ppo.main(*ppo.parse_args([*SMALL, *map(str, arguments)]))
     except SystemExit as end:
         return end.code
 

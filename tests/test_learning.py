@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, signals_kept, succeed
+from conftest import ROOT, succeed
 from reading import final, newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
@@ -51,8 +51,7 @@ def test_cue_recall_is_not_solved_when_the_state_is_zeroed_at_every_step(tmp_pat
 
     monkeypatch.setattr(ppo, "lstm_forward", lstm_forward)
     monkeypatch.chdir(tmp_path)
-    with signals_kept():
-        assert ppo.main(*ppo.parse_args(CUE_RECALL)) == 0
+    assert ppo.main(*ppo.parse_args(CUE_RECALL)) == 0
     assert final(read_metrics(newest_run(tmp_path)), "episodic_return") <= 0.4
 
 

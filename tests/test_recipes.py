@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, SCRIPT, SMALL, signals_kept
+from conftest import ROOT, SCRIPT, SMALL
 from environments import Task
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from parallel_game import ParallelGame
@@ -197,8 +197,7 @@ def train(tmp_path, monkeypatch):
     def train(module, *flags: str) -> list[dict]:
         words = shlex.split(" ".join(flags))
         args, resumed = module.parse_args([*([] if "--resume" in words else SMALL), *words])
-        with signals_kept():
-            assert module.main(args, resumed) == 0
+        assert module.main(args, resumed) == 0
         return read_metrics(newest_run(tmp_path))
 
     return train

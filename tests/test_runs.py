@@ -353,6 +353,22 @@ gymnasium.register("Takes-v0", Takes)
     assert process.wait(60) == 143 and end_of(run)["exit_reason"] == "sigterm"
 
 
+def test_a_signal_in_the_last_iteration_is_no_failure_and_a_run_gives_the_signals_back(
+    tmp_path, monkeypatch
+):
+    log = ppo.Run.log
+
+    def stop_and_log(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        log(self, *arguments)
+
+    monkeypatch.setattr(ppo.Run, "log", stop_and_log)  # after it is asked whether all is over
+    before = signal.getsignal(signal.SIGTERM)
+    run = train_here(tmp_path, total_timesteps=2 * 64)
+    assert end_of(run)["exit_reason"] == "completed"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_nohup_is_respected(started, tmp_path):
     process, run = started(*LONG, cwd=tmp_path, launcher=("nohup", sys.executable))
     process.send_signal(signal.SIGHUP)

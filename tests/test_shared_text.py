@@ -14,11 +14,11 @@ from conftest import ROOT, SCRIPT
 DIFFERENT = {
     "ppo_lstm_puffer_ddp.py": """
         Args Envs.means Run.__init__ Run.exit_reason Run.begin Run.update_done draw_minibatch
-        main observe open_folder resolve train""",
+        fit_norm main open_folder resolve train""",
     "ppo_lstm_puffer_xla.py": """
         Args COMPILED CudaGraphs Run.exit_reason Run.log
         Run.save Run.update_done UNROLL as_words fast_bfloat16 lstm_outputs main make_optimizers
-        newton_schulz observe resolve set_up_torch train""",
+        fit_norm newton_schulz resolve set_up_torch train""",
 }
 
 

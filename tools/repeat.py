@@ -71,7 +71,7 @@ def repeat(options: Options) -> int:
         words += ["--time-limit", "inf"]  # it ends with the rows
         # An exception of a handler in the midst of Popen would leave the child behind.
         stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
         process = subprocess.Popen(words, env=environment, stdout=sys.stderr)
         try:
             ended = False
@@ -85,6 +85,7 @@ def repeat(options: Options) -> int:
         finally:
             process.terminate()
             process.wait()
+            signal.signal(signal.SIGTERM, handler)
     different = next(filter(None, differences), None)
     compared = differences.index(different) if different else len(differences)
     text = f"{folder}: {compared} of {len(before)} rows are the same to the bit"
