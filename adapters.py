@@ -509,7 +509,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
         try:
-            remark = say if buf is None else self.said_already
+            said = buf is not None or os.getenv("RANK", "0") != "0"  # by the first of all
+            remark = self.said_already if said else say
             observed, acted, self.own_action_space = self.flat_spaces(remark)
             self.single_observation_space, self.write, self.columns = observed
             self.single_action_space, self.own_actions = acted
@@ -765,8 +766,9 @@ class PettingZooEnvs(AdaptedEnvs):
         env = self.envs[i]
         rows = self.rows(i)
         playing = list(env.agents)
+        self.check_names("agents", dict.fromkeys(playing), playing)
         actions = {agent: own_actions[rows[agent]] for agent in playing}
-        result = parts(env.step(actions), *STEP)
+        result = [{} if part is None else part for part in parts(env.step(actions), *STEP)]
         observations, rewards, terminations, truncations, agent_infos = result
         agents = list(env.agents)
         begun = [agent for agent in agents if agent not in playing]
@@ -827,7 +829,7 @@ def parse_value(text: str):
     """An environment's argument, as --env.KEY has it: a YAML value, or a text that is none."""
     try:
         value = yaml.load(text, Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, KeyError):  # the last two: 0x_, !!bool x
         return text
     return text if value is None and text.strip()[:1] in ("", "#") else value  # "#ff0000"
 
@@ -836,7 +838,8 @@ def format_value(value) -> str:
     """The text that `parse_value` makes this value of."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 # By name ------------------------------------------------------------------------------------------

@@ -326,16 +326,21 @@ class Minibatch(NamedTuple):
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
-    """A rank's share of a minibatch, which `weigh` finishes, and all advantages (T, N)."""
+    """A rank's share of a minibatch, drawn by the newest advantages: normalized by all ranks'."""
     advantages = compute_advantages(values, rewards, dones, valid, ratio, args)
     k = args.minibatch_size // args.num_steps // WORLD_SIZE
     segments, weight = sample_segments(advantages, valid, uniform, k, args.prio_alpha, beta)
     values = values[:-1, segments]
     returns = advantages[:, segments] + values
-    weight = valid[:, segments] * weight
-    return Minibatch(segments, advantages[:, segments], returns, values, weight), advantages
+    count, mean, variance = moments(advantages, valid)
+    normalized = advantages
+    if args.norm_adv:
+        normalized = (advantages - mean) / (variance.clamp_min(0) + 1e-16).sqrt()
+    weight = valid[:, segments] * weight / count.clamp_min(1)
+    return Minibatch(segments, normalized[:, segments], returns, values, weight)
 
 
+@torch.compiler.disable  # a sum over ranks is no part of a compiled function
 def moments(x: torch.Tensor, counted: torch.Tensor):
     """Of x (T, N, ...) where counted (T, N) is 1, on all ranks: how many, mean, variance (...)."""
     counted = counted.double().view(*counted.shape, *[1] * (x.ndim - 2)).expand_as(x)
@@ -344,14 +349,6 @@ def moments(x: torch.Tensor, counted: torch.Tensor):
     dist.all_reduce(totals)
     _, mean, square = totals / totals[0].clamp_min(1)
     return totals[0], mean, square - mean**2
-
-
-def weigh(share: Minibatch, count, mean, variance, args: Args) -> Minibatch:
-    """Finishes a rank's share of a minibatch by the `moments` of all advantages."""
-    advantages = share.advantages
-    if args.norm_adv:
-        advantages = (advantages - mean) / (variance.clamp_min(0) + 1e-16).sqrt()
-    return share._replace(advantages=advantages, weight=share.weight / count.clamp_min(1))
 
 
 def fit_norm(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
@@ -524,9 +521,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
     def update() -> torch.Tensor:
         """Draws a minibatch and takes an optimizer step. Returns LOSSES."""
         uniform = torch.rand(N + 1, device=device)
-        drawn = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
-        share, advantages = drawn
-        minibatch = weigh(share, *moments(advantages, valid[:T]), args)
+        minibatch = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
         flat.zero_()
         at_once = args.max_minibatch_size // T  # segments; their gradients add up
         for first in range(0, len(minibatch.segments), at_once):
@@ -612,7 +607,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             losses["explained_variance"] = 1 - unexplained.item()
             run.log(losses, args.learning_rate * schedules[args.anneal])
         signal.alarm(0)
-        if run.iteration % args.checkpoint_interval == 0:
+        if RANK == 0 and run.iteration % args.checkpoint_interval == 0:
             run.save()
         # The next segment begins where this one ended: row T of what `act` is given.
         observations[0] = observations[T]
@@ -794,17 +789,15 @@ def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
 
 def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     """Makes the process group. Returns the arguments and the checkpoint, which rank 0 has read."""
-    found = re.findall(r"--dist.timeout[ =]([\d_.e+]+)", " ".join(words))
-    timeout = int(float(found[-1])) if found else Args.dist_timeout
+    found = re.findall(r"--dist.timeout[ =](\d[\d_]*(?:\.\d*)?(?:e\+?\d)?)", " ".join(words))
+    timeout = timedelta(seconds=float(found[-1]) if found else Args.dist_timeout)
     read = [parse_job(words) if RANK == 0 or {"-h", "--help"} & {*words} else None]
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with torchrun's 1 recorded sums hang
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = fresh_store(timeout) if WORLD_SIZE > 1 else dist.HashStore()
-    group = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(seconds=timeout)}
-    dist.init_process_group(backend, store=store, **group)
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
     dist.broadcast_object_list(read)
     args, resumed = read[0]
-    args.profile &= RANK == 0
     if args.device == "cuda":
         if torch.cuda.device_count() <= LOCAL_RANK:
             fail(f"--device cuda: {torch.cuda.device_count()} GPUs here; each rank needs one")
@@ -812,19 +805,19 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     return args, resumed
 
 
-def fresh_store(timeout: int) -> dist.Store:
+def fresh_store(timeout: timedelta) -> dist.Store:
     """torchrun's store under a name that no earlier start had: all ranks' words, once all saw."""
-    store = next(dist.rendezvous("env://", RANK, WORLD_SIZE, timeout=timedelta(seconds=timeout)))[0]
+    store = next(dist.rendezvous("env://", RANK, WORLD_SIZE, timeout=timeout))[0]
     here = [f"here {rank}" for rank in range(WORLD_SIZE)]
     seen = [f"seen {rank}" for rank in range(WORLD_SIZE)]
     store.set(here[RANK], os.urandom(8).hex())
-    for _ in range(50 * timeout):
+    for _ in range(int(50 * timeout.total_seconds())):
         words = b" ".join(store.multi_get(here))
         store.set(seen[RANK], words)
         if {*store.multi_get(seen)} == {words}:
             return dist.PrefixStore(words.decode(), store)
         time.sleep(0.02)
-    raise dist.DistStoreError(f"not all came within {timeout} s (--dist-timeout)")
+    raise dist.DistStoreError(f"not all came within {timeout} (--dist-timeout)")
 
 
 def parse_job(words: list[str]) -> tuple[Args, dict | None]:
@@ -883,7 +876,7 @@ def open_folder(args: Args, resumed: dict | None):
 
 
 class Run(contextlib.AbstractContextManager):
-    """A run's folder and what is written to it; its clock; the signals that end it."""
+    """A run's folder and what rank 0 writes to it; its clock; the signals that end it."""
 
     def __init__(self, args: Args, envs: Envs, resumed: dict | None):
         self.args = args
@@ -921,7 +914,8 @@ class Run(contextlib.AbstractContextManager):
                     # Learning rates and momenta are not taken: flags win.
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
+            folder = self.resumed["folder"]
+            fail(f"--resume {folder}: another --env-id, --hidden-size? {error!r:.200}")
         if RANK > 0:
             return
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
@@ -958,7 +952,7 @@ class Run(contextlib.AbstractContextManager):
             self.compiled = True
             self.began = time.perf_counter()
             self.start_interval()
-            if self.args.profile:
+            if self.args.profile and RANK == 0:
                 schedule = torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1)
                 trace = torch.profiler.tensorboard_trace_handler(str(self.folder))
                 self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=trace)
@@ -984,6 +978,8 @@ class Run(contextlib.AbstractContextManager):
         seconds = time.perf_counter() - self.last_log
         row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
         row |= self.envs.means() | {f"losses/{name}": loss for name, loss in losses.items()}
+        if RANK > 0:  # it took part in the means
+            return
         row["time/env"] = self.envs.seconds / seconds  # these three are shares
         row["time/update"] = self.update_seconds / seconds
         row["time/policy"] = 1 - row["time/env"] - row["time/update"]
@@ -1015,7 +1011,7 @@ class Run(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, traceback):
         """Whatever the end is, what was learned is saved, and the last line says why it ended."""
-        if kind is SystemExit and not self.compiled:
+        if RANK > 0 or (kind is SystemExit and not self.compiled):
             return  # `begin` refused
         if self.profiler:
             self.profiler.stop()
@@ -1034,16 +1030,6 @@ class Run(contextlib.AbstractContextManager):
             sys.modules["wandb"].finish()
         ending = kind.__name__ if kind else reason  # what the error says is said by whoever gets it
         say(f"{ending}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
-
-
-class OtherRun(Run):
-    """Of the other ranks: hears signals, but writes nothing."""
-
-    folder = None
-    save = write = __exit__ = lambda self, *_: None
-
-    def log(self, *_):
-        self.envs.means()
 
 
 def as_words(config: dict[str, Any]) -> list[str]:
@@ -1137,15 +1123,13 @@ def main(words: list[str]) -> int:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
             envs.reset()  # here, so that one that fails here (not in a worker) leaves no folder
             set_up_torch(args, envs, seed)  # after it: an environment may seed torch
-            with (OtherRun if RANK else Run)(args, envs, resumed) as run:
+            with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (ChildProcessError, pufferlib.APIUsageError) as error:
-        say(f"error: rank {RANK}: {error}")
-        return 1
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+    except (ChildProcessError, RuntimeError) as error:
+        expected = ChildProcessError, pufferlib.APIUsageError, dist.DistError
+        if not isinstance(error, expected) and "gloo" not in str(error):  # which has no class
             raise
-        say(f"error: rank {RANK} lost another: {error}")
+        say(f"error: rank {RANK}: {error}")
         return 1
     return 128 + run.told[0] if run.told[0] and run.step < args.total_timesteps else 0
 

@@ -14,7 +14,6 @@ hopeless, told to the sampler when it fails. At the end the three best run again
 import ast
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -214,7 +213,7 @@ class Run:
             try:
                 self.latest |= (row := json.loads(line))
                 if self.metric in row:
-                    self.points.append((row["time"], float(row[self.metric])))
+                    self.points.append((float(row["time"]), float(row[self.metric])))
             except (ValueError, TypeError, KeyError) as error:  # a script of your own
                 raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
         return bool(lines)
@@ -269,26 +268,23 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
     arguments = {one.argument: one.suggest(trial) for one in sweep.space}
     folder = sweep.folder / "trials" / f"{trial.number:04d}"
     slot = sweep.slots.pop()
-    first = not sweep.begun
-    sweep.begun = True
     run = Run(slot + sweep.command(trial, arguments, folder), folder, sweep.args.metric)
     try:
         end = run.watch(trial, sweep)
         if not math.isfinite(run.score()):
             raise RunFailed(f"{run.metric} is not finite")
-        configs = list(folder.glob("*/config.yaml"))
-        if not configs:
-            raise UsageError("the script writes no config.yaml")
+        with from_user("the script must write a config.yaml"):
+            (path,) = folder.glob("*/config.yaml")
+            config = yaml.safe_load(path.read_text())
     except (RunFailed, UsageError) as error:
-        if isinstance(error, UsageError) and first and not sweep.worked():
-            sweep.stopping = error  # all other trials would be refused too
+        if isinstance(error, UsageError) and not sweep.counted():
+            sweep.stopping.append(error)  # all other trials would be refused too
             raise InterruptedError from error
         trial.set_user_attr("failure", str(error))
         return -math.inf if sweep.args.direction == "maximize" else math.inf
     finally:
         run.end()
         sweep.slots.append(slot)
-    config = yaml.safe_load(configs[0].read_text())
     trial.set_user_attr("config", {key: config[key] for key in config if key not in OURS})
     trial.set_user_attr("cost", run.points[-1][0])
     trial.set_user_attr("end", end)
@@ -381,9 +377,8 @@ class Sweep:
         self.target = args.num_trials + sum("again" in one.user_attrs for one in self.counted())
         self.deadline = time.monotonic() + args.timeout
         self.better = max if args.direction == "maximize" else min
-        self.begun = False  # whether a trial of this process has begun
-        self.stopping = 0  # or what said so: a signal's number, the UsageError of a first trial
-        names = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.stopping = []  # what said so: signals' numbers, the UsageError of a first trial
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
         gpus = names.split(",") if names else list(range(torch.cuda.device_count())) or [""]
         cores = divide(sorted(os.sched_getaffinity(0)), args.workers)
         pairs = zip(cores, divide(gpus, args.workers))
@@ -397,11 +392,11 @@ class Sweep:
         words += [f"--seed={args.seed + trial.number}", f"--output-dir={folder}"]
         words += [f"--time-limit={args.max_cost_seconds}"]
         for key, value in arguments.items():
-            flag = key if key.startswith("env.") else key.replace("_", "-")
-            if isinstance(value, bool) and not key.startswith("env."):
+            flag = key.replace("_", "-")
+            if key.startswith("env."):  # YAML: "off" is not False
+                words.append(f"--{key}={adapters.format_value(value)}")
+            elif isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
-            elif isinstance(value, str) and key.startswith("env."):  # YAML: "off" is not False
-                words.append(f"--{flag}={adapters.format_value(value)}")
             else:
                 words.append(f"--{flag}={value}")
         return words
@@ -410,7 +405,7 @@ class Sweep:
         """Trials until there are enough, then the best again. Returns the exit code."""
         for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
-                signal.signal(signum, self.stop)
+                signal.signal(signum, lambda number, _: self.stopping.append(number))
         say(f"{self.folder}: {len(self.counted())} of {self.target} trials")
         options = {"n_jobs": self.args.workers, "catch": InterruptedError}
         options |= {"callbacks": [self.after_trial]}
@@ -428,19 +423,17 @@ class Sweep:
                 reason = str(error).split("\n")[0]
                 say(f"warning: the database was away: {reason}; on in ten seconds")
                 time.sleep(10)  # a trial that was lost is run again
-        if isinstance(self.stopping, UsageError):
+        cause = self.stopping[0] if self.stopping else None
+        if isinstance(cause, UsageError):
             if not self.worked() and not self.study.get_trials(states=RUNNING):
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
-            raise self.stopping
+            raise cause
         with contextlib.suppress(OptunaError if self.stopping else ()):  # the database is away
             self.report()
         if self.stopping:
             say("interrupted; the same command goes on")
-        return 128 + self.stopping if self.stopping else 0
-
-    def stop(self, signum: int, frame):
-        self.stopping = signum
+        return 128 + cause if cause else 0
 
     def enough(self) -> bool:
         late = time.monotonic() > self.deadline
@@ -552,7 +545,8 @@ def script_defaults(path: str) -> dict[str, Any]:
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
     with from_user(f"{flag} {path}"):
-        content = yaml.load(Path(path).read_text(), adapters.Loader)  # 1e-3 is a number
+        text = Path(os.path.expanduser(path)).read_text()
+        content = yaml.load(text, adapters.Loader)  # 1e-3 is a number
         return {key.replace("-", "_"): value for key, value in content.items()}
 
 
@@ -560,7 +554,7 @@ def prepare(argv: list[str]) -> Sweep:
     """Everything that can be wrong is found here. Raises UsageError."""
     args = tyro.cli(Args, args=argv, description=__doc__)
     split = (word.split("=", 1) if word[:2] == "--" else [word] for word in args.fixed)
-    args.fixed = tuple(itertools.chain(*split))
+    args.fixed = tuple(part for parts in split for part in parts)
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")

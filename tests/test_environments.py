@@ -671,6 +671,7 @@ UNNAMED = {
     "list": ("reset", lambda result, env: ([0], {}), "observations name no agent a"),
     "reward": ("step", lambda result, env: (result[0], {}, *result[2:]), "rewards name no agent a"),
     "number": ("step", lambda result, env: (result[0], 1.0, *result[2:]), "rewards name no agent"),
+    "stranger": ("reset", lambda result, env: env.agents.append("c") or result, "c is none of its"),
     "__all__": (
         "step",
         lambda result, env: (*result[:2], {"__all__": True}, {"__all__": False}, {}),
@@ -689,6 +690,18 @@ def test_dictionaries_that_do_not_name_the_agents_are_refused(method, change, na
     setattr(Unnamed, method, changed)
     with pytest.raises(pufferlib.APIUsageError, match=named):
         rollout(adapters.PettingZooEnvs(lambda: Unnamed([("ab", "")])), 2)
+
+
+def test_a_step_may_have_nothing_once_all_agents_are_gone(capfd):
+    class Nothing(Played):
+        def step(self, actions):
+            super().step(actions)
+            self.agents = []
+            return {}, None, None, None, {}
+
+    _, envs = rollout(adapters.PettingZooEnvs(lambda: Nothing([("ab", "")])), 2)
+    assert [length for _, _, length in envs.episodes] == [1, 1]
+    assert "is gone, so its episode ends" in capfd.readouterr().err
 
 
 def test_an_agent_that_is_shown_later_plays_on_when_the_others_have_ended(capfd):

@@ -13,8 +13,8 @@ from conftest import ROOT, SCRIPT
 
 DIFFERENT = {
     "ppo_lstm_puffer_ddp.py": """
-        Args Envs.means Run.__init__ Run.exit_reason Run.begin Run.update_done draw_minibatch
-        fit_norm main open_folder resolve train""",
+        Args Envs.means Run.__init__ Run.__exit__ Run.exit_reason Run.begin Run.log Run.update_done
+        draw_minibatch fit_norm main open_folder resolve train""",
     "ppo_lstm_puffer_xla.py": """
         Args COMPILED CudaGraphs Run.exit_reason Run.log
         Run.save Run.update_done UNROLL as_words fast_bfloat16 lstm_outputs main make_optimizers

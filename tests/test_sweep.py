@@ -275,7 +275,7 @@ def test_a_sweep_ends_after_its_seconds(toy):
 
 
 def test_two_workers_run_at_once_each_on_cores_and_a_gpu_of_its_own(toy, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
     finish(toy_command("--num-trials", 4, "--workers", 2, "--", "--total-timesteps", 40), toy)
     first, second, *_ = load(toy).trials
     assert first.datetime_start < second.datetime_complete
@@ -545,8 +545,10 @@ def test_texts_for_the_environment_stay_texts(toy, monkeypatch):
     monkeypatch.chdir(toy)
     sweep = protein_sweep.prepare(toy_command("--num-trials", 1)[2:])
     trial = optuna.trial.FixedTrial({}, number=3)
-    word = sweep.command(trial, {"env.mode": "off"}, toy)[-1]
-    assert adapters.parse_value(word.removeprefix("--env.mode=")) == "off"
+    for value in "off", 5, 0.5, False, [1, "2"], "0x_":
+        word = sweep.command(trial, {"env.mode": value}, toy)[-1]
+        assert adapters.parse_value(word.removeprefix("--env.mode=")) == value and "\n" not in word
+    assert adapters.parse_value("0x_") == "0x_"
 
 
 def test_trials_that_end_at_once_write_one_best_yaml(toy, monkeypatch):
