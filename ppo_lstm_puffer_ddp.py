@@ -637,8 +637,7 @@ def set_up_torch(args: Args, envs: "Envs", seed: int):
     torch.backends.cudnn.deterministic = True
     # So many GFLOP of an update are worth a thread. Convolutions take all that there are.
     if "OMP_NUM_THREADS" not in os.environ and not adapters.is_image(envs.observation_space):
-        worth = 2 if fast_bfloat16(args.device) == "amx_bf16" else 1
-        worth = 0.5 if args.precision == "float32" else worth
+        worth = 0.5 if args.precision == "float32" else 1
         steps = min(args.minibatch_size, args.max_minibatch_size)
         width = math.prod(envs.observation_space.shape) + 8 * args.hidden_size
         wanted = round(6e-9 * steps * args.hidden_size * width / worth)

@@ -44,7 +44,7 @@ def test_precision_auto_is_bfloat16_where_the_device_multiplies_it(
         (None, None, 4096, 16, [7]),
         (None, None, 32768, 2, [2]),
         (None, "avx512_bf16", 4096, 16, [4]),
-        (None, "amx_bf16", 4096, 16, [2]),
+        (None, "amx_bf16", 4096, 16, [4]),
         ("3", None, 32768, 16, []),
     ],
 )
