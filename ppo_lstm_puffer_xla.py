@@ -177,7 +177,7 @@ class Agent(nn.Module):
         layers = self.policy.encoder
         if not self.image:  # the first layer in float32: in bfloat16's 8 bits 1001 is 1000
             x = layers[0](x)
-            layers = layers[1:]  # the GELU, convolutions, or what a fork appends
+            layers = layers[1:]  # the GELU, and what a fork appends
         # Cast by hand: with torch.autocast inside, functions are compiled anew in every process.
         weights = {name: weight.to(self.dtype) for name, weight in layers.named_parameters()}
         x = torch.func.functional_call(layers, weights, x.to(self.dtype))
@@ -368,7 +368,7 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
 
 
 def act(agent, observations, dones, h, c, weight, bias, noise):
-    """Acts on observations (N, *obs). Returns h, c too. tools/ play and export call it as well."""
+    """Acts on observations (N, *obs), also for tools/play.py and export.py. Returns h, c too."""
     features = agent.encode(observations[None])
     hidden, h, c = lstm_forward(features, h, c, dones[None], weight, bias)
     logits, values = agent.heads(hidden[0])
@@ -544,7 +544,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         noise.copy_(agent.sampling_noise(T + 1, N))
         for stored, weight in zip(acting_weights, agent.lstm_weights()):
             stored.copy_(weight.detach())
-        for t in range(T + 1):  # step T is for v_T: the next segment begins with o_T, and acts
+        for t in range(T + 1):  # step T is for v_T alone: the next segment acts on o_T
             for group in groups:
                 if t > 0:
                     receive(t)

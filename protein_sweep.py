@@ -277,7 +277,8 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
             (path,) = folder.glob("*/config.yaml")
             config = yaml.safe_load(path.read_text())
     except (RunFailed, UsageError) as error:
-        if isinstance(error, UsageError) and not sweep.counted():
+        wrong = isinstance(error, UsageError) and not sweep.worked()
+        if wrong and len(sweep.counted()) == sweep.before:
             sweep.stopping.append(error)  # all other trials would be refused too
             raise InterruptedError from error
         trial.set_user_attr("failure", str(error))
@@ -374,6 +375,7 @@ class Sweep:
         self.space = space
         self.study = study
         self.folder = folder
+        self.before = len(self.counted())  # trials that were over when this process began
         self.target = args.num_trials + sum("again" in one.user_attrs for one in self.counted())
         self.deadline = time.monotonic() + args.timeout
         self.better = max if args.direction == "maximize" else min
@@ -429,9 +431,9 @@ class Sweep:
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
             raise cause
-        with contextlib.suppress(OptunaError if self.stopping else ()):  # the database is away
+        with contextlib.suppress(OptunaError if cause else ()):  # the database is away
             self.report()
-        if self.stopping:
+        if cause:
             say("interrupted; the same command goes on")
         return 128 + cause if cause else 0
 

@@ -593,6 +593,13 @@ def test_a_command_that_is_wrong_ends_at_its_first_trial_and_goes_on_corrected(
     assert len(load(toy).get_trials(states=(TrialState.COMPLETE,))) == 2
 
 
+def test_a_script_that_refuses_ends_a_sweep_too_that_has_had_failures_alone(toy):
+    (toy / "x.yaml").write_text("mode: [crash]")
+    finish(toy_command("--num-trials", 1), toy)
+    (toy / "toy.py").write_text("raise SystemExit(2)")
+    assert "the script refused its arguments" in finish(toy_command("--num-trials", 3), toy, 2)
+
+
 def test_a_refused_trial_takes_no_study_with_it_on_which_another_machine_works(toy, monkeypatch):
     monkeypatch.chdir(toy)
     command = toy_command("--num-trials", 3, "--", "--mode", "refuses")
