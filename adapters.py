@@ -51,6 +51,8 @@ def say(text: str, file=None):
     file = file or sys.stderr
     try:
         print(re.sub(r"\s*\n\s*", " ", text), file=file, flush=True)  # an array in it has several
+    except ValueError:  # an environment closed it
+        pass
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
@@ -150,7 +152,12 @@ def number(value) -> float:
 
 def truth(value) -> bool:
     """Of whatever says yes or no: True, 1.0, [False], None."""
-    return value is not None and bool(number(value))
+    if value is None:
+        return False
+    one = number(value)
+    if math.isnan(one):
+        raise ValueError("neither yes nor no")
+    return bool(one)
 
 
 NO_BYTES = "that are no bytes; declare its Box so, or round"
@@ -167,8 +174,12 @@ def vector_writer(space: gym.Space) -> tuple[int, Callable]:
 
         def write(row: np.ndarray, observation):
             array = as_shape(observation, space.shape).ravel()
-            if is_bytes and array.dtype.kind == "f" and (array[scale < 1] % 1 > 0).any():
-                raise ValueError(f"{array.dtype} {NO_BYTES}")
+            if is_bytes and array.dtype != np.uint8:
+                given = array[scale < 1]
+                with np.errstate(invalid="ignore"):
+                    as_bytes = given.astype(np.uint8)
+                if (given != as_bytes).any():
+                    raise ValueError(f"{array.dtype} {NO_BYTES}")
             row[:] = array * scale
 
         return scale.size, write
@@ -300,6 +311,16 @@ def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Call
 def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callable]:
     """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
     actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
+    parts = [part for _, part in leaves(space)]
+    if not isinstance(space, Box) and {type(part) for part in parts} == {Box}:
+        if len({part.dtype.kind for part in parts}) > 1:
+            raise APIUsageError("an action of whole numbers and fractions is not supported")
+        box, own_vectors = flat_actions(gym.spaces.flatten_space(space), remark)
+
+        def own_parts(numbers: np.ndarray) -> list:
+            return [gym.spaces.unflatten(space, vector) for vector in own_vectors(numbers)]
+
+        return box, own_parts
     if not isinstance(space, Box):
         counts, own_actions = choices(space)
         if not 0 < sum(counts) <= MOST:
@@ -343,8 +364,8 @@ def choices(space: gym.Space) -> tuple[list[int], Callable]:
         return nvec.ravel().tolist(), own_actions
     if not isinstance(space, Dict | Tuple):
         raise APIUsageError(
-            f"an action of {type(space).__name__} is not supported here; wrap the environment, as "
-            "docs/environments.md says"
+            f"an action of {type(space).__name__} beside choices is not supported; wrap the "
+            "environment, as docs/environments.md says"
         )
     names = list(space.spaces) if isinstance(space, Dict) else None
     parts = space.spaces.values() if isinstance(space, Dict) else space.spaces
@@ -626,7 +647,10 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
-                raise self.wrong(what, row, "is not finite", NotFinite)
+                problem = (
+                    f"is not finite; gymnasium.wrappers.Transform{what.title()} can replace it"
+                )
+                raise self.wrong(what, row, problem, NotFinite)
 
     def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:
         """The error that says so, and of which environment, in which step."""
@@ -645,21 +669,6 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 self.envs.pop().close()
             except Exception as error:  # costs nobody a finished run
                 say_once(say, f"warning: an environment's close fails: {error!r:.200}")
-
-
-def warn_of_end(terminated: bool, observation, info: Mapping | None):
-    """Once of what an info says, and the values that step returns do not."""
-    if not isinstance(info, Mapping):
-        return
-    for key in {"final_observation", "final_obs", "terminal_observation"} & {*info}:
-        shown = info[key]
-        same = isinstance(observation, np.ndarray) and np.array_equal(shown, observation)
-        if isinstance(shown, np.ndarray) and not same:
-            text = "it resets itself, so what is taken for its last observation begins an episode"
-            say_once(say, f"warning: by its info's {key} {text}; let step return {key}")
-    if terminated and np.any(info.get("TimeLimit.truncated")):
-        text = "by its info's TimeLimit.truncated an end was a time limit, but step says terminated"
-        say_once(say, f"warning: {text}: its value is taken for 0")
 
 
 class GymnasiumEnvs(AdaptedEnvs):
@@ -686,7 +695,28 @@ class GymnasiumEnvs(AdaptedEnvs):
         if self.end(i, terminated, truncated):
             self.over[i] = True
             infos.append(dict(numbers_in(info)))
-            warn_of_end(self.terminals[i], observation, info)
+            if isinstance(info, Mapping):
+                self.warn_of_end(i, info)
+
+    def warn_of_end(self, i: int, info: Mapping):
+        """Once of what an info says, and the values that step returns do not."""
+        for key in {"final_observation", "final_obs", "terminal_observation"} & {*info}:
+            if info[key] is None:
+                continue
+            last = np.empty_like(self.observations[i])
+            try:
+                self.write(last, info[key])
+                same = np.array_equal(last, self.observations[i])
+            except UNFIT:
+                same = False
+            if not same:
+                text = (
+                    "it resets itself, so what is taken for its last observation begins an episode"
+                )
+                say_once(say, f"warning: by its info's {key} {text}; let step return {key}")
+        if self.terminals[i] and np.any(info.get("TimeLimit.truncated")):
+            text = "by its info's TimeLimit.truncated an end was a time limit, but step says terminated"
+            say_once(say, f"warning: {text}: its value is taken for 0")
 
 
 TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
@@ -911,6 +941,10 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         end = "" if text.endswith((".", "?", "!")) else "."
         raise APIUsageError(f"{text}{end} {hint}".strip()) from error
     function = spec.entry_point
+    if function is None:
+        raise APIUsageError(
+            "it is registered as a vector environment alone; give it an entry_point"
+        )
     if isinstance(function, str):
         module, _, name = function.partition(":")
         function = getattr(module_of(module), name, None)
@@ -928,6 +962,50 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
     if own:  # among gym.make's arguments one could not be called id
         gym_id = dataclasses.replace(spec, kwargs={**spec.kwargs, **own})
     return partial(gym.make, gym_id, **of_make)
+
+
+def checked(own: type) -> type:
+    """A PufferEnv of one's own that refuses what would be learned from wrong numbers."""
+    for function in own, own.reset:
+        parameters = parameters_of(function) or {}
+        takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
+        if "seed" not in parameters and not takes_all:
+            raise APIUsageError(f"{function.__qualname__} should take a seed: PufferLib gives one")
+
+    class Checked(own):
+        def reset(self, seed: int | None = None):
+            space = self.single_action_space
+            whole = isinstance(space, Box) and space.dtype.kind != "f"
+            with refusals():
+                if whole or np.any(getattr(space, "start", 0)):
+                    raise APIUsageError(
+                        f"actions of a PufferEnv begin at 0, whole ones in no Box: {space}"
+                    )
+                observations, infos = super().reset(seed=seed)
+                self.check(observations)
+            return observations, self.list_of(infos)
+
+        def step(self, actions: np.ndarray):
+            with refusals():
+                *given, infos = super().step(actions)
+                self.check(*given)
+                if not np.isfinite(self.rewards).all():
+                    raise NotFinite("a reward is not finite")
+            return *given, self.list_of(infos)
+
+        def check(self, *given):
+            buffers = self.observations, self.rewards, self.terminals, self.truncations
+            if not all(map(np.may_share_memory, given, buffers)):
+                raise APIUsageError(
+                    "it returns arrays of its own, but PufferLib reads its buffers: write into "
+                    "self.observations[:], self.rewards[:], self.terminals[:], self.truncations[:]"
+                )
+
+        def list_of(self, infos) -> list[dict]:
+            infos = [infos] if isinstance(infos, Mapping) else infos
+            return [info for info in infos if info]
+
+    return Checked
 
 
 def environment_maker(env_id: str, kwargs: dict) -> Callable:
@@ -949,7 +1027,7 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
     own = getattr(registers, gym_id, None)
     if inspect.isclass(own) and issubclass(own, pufferlib.PufferEnv):  # of one's own, in C
         check_arguments(kwargs, own, less=("num_envs", "buf", "seed"))
-        return partial(own, **kwargs)
+        return partial(checked(own), **kwargs)
     if not module and env_id not in gym.registry and "/" not in env_id:
         found = module_of(env_id)
         if hasattr(found, "parallel_env"):
@@ -984,6 +1062,8 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         )
     random.seed(seed)  # what an environment draws while it is made; in workers, PufferLib seeds
     np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
     try:
         with torch_kept(in_workers=num_workers > 0):
             return vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)

@@ -48,7 +48,8 @@ class Scripted(gym.Env):
     def step(self, action):
         self.actions.append(action)
         self.t += 1
-        over = "False" if self.length == "never" else self.t == self.length
+        unclear = {"never": "False", "unclear": np.nan}
+        over = unclear.get(self.length, self.t == self.length)
         return self.observation, self.reward, over, False, self.info
 
 
@@ -113,23 +114,6 @@ def test_a_choice_is_shown_alone():
         assert step(envs)[0].tolist() == [[0, 0, 1]]
 
 
-def test_text_is_left_out_and_said_so_once(capfd):
-    space = Tuple((gym.spaces.Text(9), Dict(a=UNIT, mission=gym.spaces.Text(9))))
-    envs = adapted(num_envs=2, observation=("go", {"a": [0.5], "mission": "on"}), space=space)
-    np.testing.assert_array_equal(envs.reset(seed=1)[0], [[0.5], [0.5]])
-    assert capfd.readouterr().err.count("is text, and left out") == 2
-
-
-def test_large_whole_numbers_are_said_to_be_rounded(capfd):
-    large = Box(0, 2**40, (1,), np.int64)
-    adapted(space=large)
-    adapted(space=Dict(a=UNIT, stamp=large))
-    first, second = capfd.readouterr().err.splitlines()
-    assert "rounded to float32" in first and second.endswith("rounded to float32: stamp")
-    adapted(space=Box(-9, 9, (1,), np.int64))
-    assert not capfd.readouterr().err
-
-
 def test_clipped_rewards_are_said_to_be_once(tmp_path, capfd):
     for given, times in ({}, 1), ({"clip_rewards": False}, 0), ({"norm_rewards": True}, 0):
         adapters.say_once.cache_clear()
@@ -137,13 +121,16 @@ def test_clipped_rewards_are_said_to_be_once(tmp_path, capfd):
         assert capfd.readouterr().err.count("rewards beyond [-1, 1] are clipped") == times
 
 
-def test_an_image_in_a_dictionary_is_said_to_be_flattened(capfd):
-    space = Dict(screen=Box(0, 255, (64, 64, 3), np.uint8), health=UNIT)
-    assert adapted(space=space).single_observation_space.shape == (64 * 64 * 3 + 1,)
-    assert "screen is an image, and flattened" in capfd.readouterr().err
-
-
 def test_what_would_mislead_without_a_word_is_said(capfd):
+    text = Tuple((gym.spaces.Text(9), Dict(a=UNIT, mission=gym.spaces.Text(9))))
+    envs = adapted(num_envs=2, observation=("go", {"a": [0.5], "mission": "on"}), space=text)
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], [[0.5], [0.5]])
+    large = Box(0, 2**40, (1,), np.int64)
+    adapted(space=large)
+    adapted(space=Dict(a=UNIT, stamp=large))
+    adapted(space=Box(-9, 9, (1,), np.int64))
+    screen = Dict(screen=Box(0, 255, (64, 64, 3), np.uint8), health=UNIT)
+    assert adapted(space=screen).single_observation_space.shape == (64 * 64 * 3 + 1,)
     adapted(space=Dict(seen=UNIT, action_mask=Box(0, 1, (2,), np.int8)))
     adapted(space=Box(0, 255, (4, 84, 84, 1), np.uint8))
     adapters.GymnasiumEnvs(lambda: gym.wrappers.NormalizeObservation(Scripted()), 2).reset()
@@ -152,19 +139,35 @@ def test_what_would_mislead_without_a_word_is_said(capfd):
     adapters.GymnasiumEnvs(lambda: gym.wrappers.TimeLimit(limited(Scripted()), 5))
     said = capfd.readouterr().err.splitlines()
     expected = [
+        "0 is text, and left out",
+        "mission is text, and left out",
+        "rounded to float32$",
+        "rounded to float32: stamp$",
+        "screen is an image, and flattened",
         "action_mask forbids no",
         "no image but .* 2 or 3 sides",
         "--norm-obs",
         "--norm-rew",
         r"TimeLimits of \[5, 9\]",
     ]
-    assert len(said) == 5 and all(map(re.search, expected, said))
+    assert len(said) == len(expected) and all(map(re.search, expected, said))
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
         ({"info": {"final_observation": np.ones(1)}}, "final_observation it resets itself"),
+        ({"info": {"terminal_observation": [1.0]}}, "terminal_observation it resets itself"),
+        (
+            {"observation": {"a": [0.0]}, "space": Dict(a=UNIT), "info": {"final_obs": {"a": [1]}}},
+            "final_obs it resets itself",
+        ),
+        (
+            {"info": {"final_obs": np.array([np.ones(1), None], object)}},
+            "final_obs it resets itself",
+        ),
+        ({"observation": [1.0], "info": {"final_obs": torch.ones(1)}}, None),
+        ({"info": {"final_obs": None}}, None),
         ({"observation": np.zeros(1), "info": {"final_observation": np.zeros(1)}}, None),
         ({"info": {"TimeLimit.truncated": np.zeros(2)}}, None),
         ({"info": {"TimeLimit.truncated": True}}, "an end was a time limit"),
@@ -190,6 +193,7 @@ def test_what_step_returns_and_its_info_or_space_denies_is_said_once(script, sai
         ({"space": Dict(mission=gym.spaces.Text(9))}, "number"),
         ({"acts": gym.spaces.Sequence(Discrete(2))}, "Sequence"),
         ({"acts": Dict(a=Discrete(2), b=UNIT)}, "Box"),
+        ({"acts": Tuple((UNIT, Box(0, 9, (1,), np.int32)))}, "whole numbers and fractions"),
     ],
 )
 def test_space_that_cannot_be_is_refused_at_once(spaces, named):
@@ -210,6 +214,7 @@ ACTIONS = {
     "Box, no shape": (Box(-1, 1, ()), [0.5], 0.5),
     "Box, unbounded": (Box(-np.inf, np.inf, (1,)), [99], [99]),
     "Box, float64": (Box(-0.1, 0.1, (2,), np.float64), [0.125, -0.125], [0.1, -0.1]),
+    "Dict of Boxes": (Dict(gas=Box(0, 1, ()), steer=UNIT), [0.5, 2], {"gas": 0.5, "steer": [1]}),
     "Box, integers": (Box(-2, 2, (3,), np.int32), [0.7, -1.6, 5], [1, -2, 2]),
 }
 
@@ -282,36 +287,93 @@ def test_reward_that_holds_one_number_is_that_number(reward):
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "named"),
+    ("script", "named"),
     [
-        ({"reward": None}, pufferlib.APIUsageError, "reward of environment 0 is None"),
-        ({"reward": 10**400}, pufferlib.APIUsageError, "reward of environment 0 is 1000"),
-        ({"observation": torch.ones(1, requires_grad=True)}, pufferlib.APIUsageError, "grad"),
-        ({"reward": np.complex64(1j)}, pufferlib.APIUsageError, "reward .*1j"),
-        ({"reward": np.ones(2)}, pufferlib.APIUsageError, r"reward .*\[1., 1.\].*LinearReward"),
-        ({"reward": np.nan}, adapters.NotFinite, "step 1 the reward of environment 0"),
-        ({"observation": [np.nan]}, adapters.NotFinite, "step 0 the observation of environment 0"),
-        ({"observation": [1, 2]}, pufferlib.APIUsageError, r"environment 0 .*\(2,\).*\(1,\)"),
-        ({"observation": 3, "space": Discrete(3)}, pufferlib.APIUsageError, "3.*Discrete"),
-        ({"observation": 1.5, "space": Discrete(3)}, pufferlib.APIUsageError, "1.5.*Discrete"),
-        ({"observation": [0.5], "space": MultiDiscrete([2])}, pufferlib.APIUsageError, "0.5"),
-        ({"observation": [2, 1], "space": MultiBinary(2)}, pufferlib.APIUsageError, "Binary"),
-        ({"observation": [1j]}, pufferlib.APIUsageError, "complex128 is no real number"),
-        ({"length": "never"}, pufferlib.APIUsageError, "end .* is 'False', "),
-        ({"observation": {}, "space": Dict(a=UNIT)}, pufferlib.APIUsageError, "KeyError.*a"),
-        ({"observation": np.eye(8) / 2, "space": BYTES}, pufferlib.APIUsageError, "no bytes"),
-        (
-            {"observation": {"a": np.eye(8) / 2}, "space": Dict(a=BYTES)},
-            pufferlib.APIUsageError,
-            "no bytes",
-        ),
+        ({"reward": None}, "reward of environment 0 is None"),
+        ({"reward": 10**400}, "reward of environment 0 is 1000"),
+        ({"observation": torch.ones(1, requires_grad=True)}, "grad"),
+        ({"reward": np.complex64(1j)}, "reward .*1j"),
+        ({"reward": np.ones(2)}, r"reward .*\[1., 1.\].*LinearReward"),
+        ({"reward": np.nan}, "step 1 the reward of environment 0 is not finite"),
+        ({"observation": [np.nan]}, "step 0 the observation of environment 0 is not finite"),
+        ({"observation": [1, 2]}, r"environment 0 .*\(2,\).*\(1,\)"),
+        ({"observation": 3, "space": Discrete(3)}, "3.*Discrete"),
+        ({"observation": 1.5, "space": Discrete(3)}, "1.5.*Discrete"),
+        ({"observation": [0.5], "space": MultiDiscrete([2])}, "0.5"),
+        ({"observation": [2, 1], "space": MultiBinary(2)}, "Binary"),
+        ({"observation": [1j]}, "complex128 is no real number"),
+        ({"length": "never"}, "end .* is 'False', "),
+        ({"length": "unclear"}, "end .* is nan, "),
+        ({"observation": {}, "space": Dict(a=UNIT)}, "KeyError.*a"),
+        ({"observation": np.eye(8) / 2, "space": BYTES}, "no bytes"),
+        ({"observation": {"a": np.eye(8) / 2}, "space": Dict(a=BYTES)}, "no bytes"),
+        ({"observation": {"a": 300 * np.eye(8, dtype=int)}, "space": Dict(a=BYTES)}, "no bytes"),
     ],
 )
-def test_what_is_no_number_or_does_not_fit_is_named(script, kind, named):
+def test_what_is_no_number_or_does_not_fit_is_named(script, named):
     envs = adapted(**script)
-    with pytest.raises(kind, match=named):
+    with pytest.raises(pufferlib.APIUsageError, match=named) as error:
         envs.reset(seed=1)
         step(envs)
+    assert (error.type is adapters.NotFinite) == ("is not finite" in str(error.value))
+
+
+class Own(pufferlib.PufferEnv):
+    """In the place of one in C; kind: what it does otherwise."""
+
+    def __init__(self, buf=None, seed=0, kind=""):
+        self.single_observation_space = UNIT
+        starts = {"start": Discrete(2, start=1), "whole": Box(0, 2, (1,), np.int32)}
+        self.single_action_space = starts.get(kind, Discrete(2))
+        self.num_agents = 1
+        self.kind = kind
+        super().__init__(buf)
+
+    def reset(self, seed=None):
+        return self.observations, []
+
+    def step(self, actions):
+        self.rewards[:] = np.inf if self.kind == "infinite" else 1
+        infos = {"none": [None, {"score": 3}], "one": {"score": 3}}.get(self.kind, [])
+        rewards = np.ones(1) if self.kind == "apart" else self.rewards
+        return self.observations, rewards, self.terminals, self.truncations, infos
+
+    def close(self):
+        pass
+
+
+class Seedless(Own):
+    def reset(self):
+        return super().reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "named"),
+    [
+        ("Own", "start", "actions of a PufferEnv begin at 0.*start=1"),
+        ("Own", "whole", "whole ones in no Box"),
+        ("Own", "apart", r"write into self.observations\[:\]"),
+        ("Own", "infinite", "a reward is not finite"),
+        ("Seedless", "", "Seedless.reset should take a seed"),
+    ],
+)
+def test_what_a_pufferenv_of_ones_own_gets_wrong_is_named(name, kind, named):
+    with pytest.raises(pufferlib.APIUsageError, match=named):
+        envs = adapters.make(f"tests.test_environments:{name}", {"kind": kind}, 1, 0, 1)
+        envs.async_reset(1)
+        envs.send(np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize("kind", ["none", "one"])
+def test_infos_of_a_pufferenv_of_ones_own_may_be_none_or_one(kind):
+    _, envs = rollout(adapters.make("tests.test_environments:Own", {"kind": kind}, 1, 0, 1), 2)
+    assert envs.means()["env/score"] == 3
+
+
+def test_a_vector_environment_alone_is_named(monkeypatch):
+    register_once(monkeypatch, None, vector_entry_point="somewhere:Vector")
+    with pytest.raises(pufferlib.APIUsageError, match="give it an entry_point"):
+        adapters.make("Its-v0", {}, 1, 0, 1)
 
 
 def test_the_api_before_gymnasium_is_named():
@@ -589,6 +651,7 @@ DEAD = [FIRST, [1, 1, 1, 0], [1, *GONE], [1, *GONE], FIRST]
 ALIVE = [FIRST, [1, 1, 0, 1], [2, 1, 0, 1], [3, 1, 0, 0], FIRST]
 AGAIN = [FIRST, [1, 1, 1, 0], [2, 0, 1, 1], [3, 1, 1, 0], FIRST]
 ON = [FIRST, [1, 1, 1, 0], [2, 1, 1, 1], [3, 1, 1, 0], FIRST]  # an end's next reward is not learned
+LATER = [FIRST, [1, 1, 1, 0], [2, 1, 1, 0], [2, *GONE]]
 LATE = [[0, 0, 1, 0], [1, 0, 1, 1], [2, 1, 1, 0], [2, *GONE], [1, 0, 1, 1]]
 SCRIPTS = {
     "all end at once": ([("", "ab")], {}, "a", [FIRST, [1, 1, 1, 0], FIRST], [1, 1]),
@@ -599,6 +662,7 @@ SCRIPTS = {
     "it vanishes": ([("b", ""), ("", "b")], {}, "a", [FIRST, [1, 1, 0, 0], [1, *GONE]], [1, 2]),
     "all vanish": ([("", "")], {}, "a", [FIRST, [1, 1, 0, 0], FIRST], [1, 1]),
     "it plays on": ([("ab", "a"), ("ab", ""), ("", "ab")], {}, "a", ON, [1, 1, 3]),
+    "it leaves a step later": ([("ab", "a"), ("b", ""), ("", "b")], {}, "a", LATER, [1, 3]),
     "it is not shown": ([("ab", "")], {"seen": "b"}, "a", [FIRST, [0, 1, 1, 0]], [1]),
 }
 
@@ -613,7 +677,7 @@ def test_agents_come_and_go(script, how, agent, expected, lengths, capfd):
     assert [length for _, _, length in envs.episodes] == lengths
     assert all(returned == length for _, returned, length in envs.episodes)
     unsaid = script[0][1] == "" and "first" not in how
-    plays_on = script[0] == ("ab", "a")
+    plays_on = script[:2] == [("ab", "a"), ("ab", "")]
     assert capfd.readouterr().err.count("warning") == unsaid + plays_on
 
 
@@ -628,11 +692,6 @@ def test_agents_of_several_environments_have_rows_of_their_own_in_the_first_ones
     rows, _ = rollout(adapters.PettingZooEnvs(make_one, 2), 5)
     assert rows[:, 0].tolist() == rows[:, 2].tolist() == DEAD
     assert rows[:, 1].tolist() == rows[:, 3].tolist() == ALIVE
-
-
-def test_infos_of_every_episode_of_one_step_are_logged():
-    _, envs = rollout(adapters.PettingZooEnvs(lambda: Played([("", "ab")])), 6)
-    assert len(envs.episodes) == len(envs.logs["at"]) == 6
 
 
 def test_a_row_has_the_means_of_its_own_interval():
@@ -663,6 +722,8 @@ def test_only_agents_that_play_act_and_their_infos_are_logged():
     ended_and_stays = [("ab", "a"), ("ab", "a"), ("", "ab")]
     _, envs = rollout(adapters.PettingZooEnvs(lambda: Played(ended_and_stays)), 4)
     assert envs.means()["env/at"] == (1 + 3) / 2
+    _, envs = rollout(adapters.PettingZooEnvs(lambda: Played([("", "ab")])), 6)
+    assert len(envs.episodes) == len(envs.logs["at"]) == 6  # of every episode of one step
 
 
 UNNAMED = {
@@ -729,14 +790,6 @@ def test_an_agent_that_is_shown_later_plays_on_when_the_others_have_ended(capfd)
     never = [("ab", ""), ("ab", "ab")]  # b's end is said, and it was never shown; it stays listed
     rows, envs = rollout(adapters.PettingZooEnvs(lambda: Later(never)), 6)
     assert [length for _, _, length in envs.episodes] == [2, 2]
-    assert not capfd.readouterr().err
-
-
-def test_an_agent_whose_end_was_said_may_be_taken_off_a_step_later(capfd):
-    _, envs = rollout(
-        adapters.PettingZooEnvs(lambda: Played([("ab", "a"), ("b", ""), ("", "b")])), 4
-    )
-    assert [length for _, _, length in envs.episodes] == [1, 3]
     assert not capfd.readouterr().err
 
 
@@ -928,7 +981,8 @@ def test_what_is_wrong_in_a_worker_is_a_line(capfd):
     with pytest.raises(ChildProcessError, match="exit code 1"):
         envs.receive()
     envs.close()
-    said = "error: at step 1 the reward of environment 0 is not finite\n"
+    said = "error: at step 1 the reward of environment 0 is not finite; "
+    said += "gymnasium.wrappers.TransformReward can replace it\n"
     assert capfd.readouterr().err == said
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pufferlib.ocean.environment as ocean
 import pufferlib.vector
 import pytest
+import torch
 from conftest import environment
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from pufferlib.vector import env_seed
@@ -28,18 +29,19 @@ OCEAN = (
     "pysquared terraform template tripletriad target go rware trash_pickup tower_climb grid cpr "
     "pacman checkers nmmo3"
 )
-MADE, PYTHON, NUMPY, C, RESET, ACTION = range(6)  # what a Witness sees
+MADE, PYTHON, NUMPY, TORCH, C, RESET, ACTION = range(7)  # what a Witness sees
 
 
 class Witness(pufferlib.PufferEnv):
     """Observes its seed, a number of each generator then, its reset's seed, and its last action."""
 
     def __init__(self, buf=None, seed=0):
-        self.single_observation_space = Box(-1, 2**31, (6,), np.float64)
+        self.single_observation_space = Box(-1, 2**31, (7,), np.float64)
         self.single_action_space = Discrete(100)
         self.num_agents = 1
         super().__init__(buf)
-        self.made = [seed, random.getrandbits(31), np.random.randint(2**31 - 1), LIBC.rand()]
+        self.made = [seed, random.getrandbits(31), np.random.randint(2**31 - 1)]
+        self.made += [torch.randint(2**31 - 1, ()).item(), LIBC.rand()]
 
     def reset(self, seed=None):
         self.observations[0] = [*self.made, seed, -1]
@@ -129,6 +131,8 @@ def test_environment_gets_the_same_seeds_in_every_backend_and_neighbouring_runs_
             if how != SERIAL:
                 assert observation[PYTHON] == random.Random(own).getrandbits(31)
                 assert observation[NUMPY] == np.random.RandomState(own).randint(2**31 - 1)
+                drawn = torch.Generator().manual_seed(own)
+                assert observation[TORCH] == torch.randint(2**31 - 1, (), generator=drawn).item()
         seen |= set(observations[:, [MADE, C, RESET]].flatten())
     assert len(seen) == 3 * 4 * 3
 
