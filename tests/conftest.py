@@ -69,14 +69,44 @@ def succeed(*arguments, cwd, runner=run_script, **options) -> pathlib.Path:
     return newest_run(cwd)
 
 
-def wait_for(condition, process, timeout: float = 120):
+def wait_for(condition, process=None, timeout: float = 120):
     """Until condition() is true, which it returns; fails if the process ends first."""
     deadline = time.monotonic() + timeout
     while not (result := condition()):
-        assert process.poll() is None, f"it ended with exit code {process.returncode}"
+        ended = process and process.poll() is not None
+        assert not ended, f"it ended with exit code {process.returncode}"
         assert time.monotonic() < deadline, "timeout"
         time.sleep(0.005)
     return result
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A finished small run with checkpoints after 4 and 8 iterations. No test changes it."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = run_script("--device", "cpu", "--checkpoint-interval", "4", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    result.run = newest_run(folder)
+    return result
+
+
+@pytest.fixture
+def listen(monkeypatch):
+    """Lists note(result, *arguments) of each call of a function."""
+
+    def listen(owner, name, note) -> list:
+        notes = []
+        function = getattr(owner, name)
+
+        def heard(*given):
+            result = function(*given)
+            notes.append(note(result, *given))
+            return result
+
+        monkeypatch.setattr(owner, name, heard)
+        return notes
+
+    return listen
 
 
 class TouchesAFile:

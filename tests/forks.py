@@ -120,7 +120,3 @@ def become(words: list[str], cwd: str, env: dict[str, str], session: bool, *file
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -8,7 +8,6 @@ import math
 import pathlib
 import re
 import subprocess
-import tempfile
 from types import SimpleNamespace
 
 import environments
@@ -118,13 +117,6 @@ CASES = {
 }
 
 
-@functools.cache
-def recorded(case: str) -> list[SimpleNamespace]:
-    env_id, arguments = CASES[case]
-    with tempfile.TemporaryDirectory() as folder:
-        return record_training(folder, env_id, **arguments)
-
-
 def ratio_without(record: SimpleNamespace, reset: bool = True, carry: bool = True) -> torch.Tensor:
     """The ratio (T, N), were the update to leave out the resets, or the carried state."""
     state = record.h * carry, record.c * carry
@@ -138,17 +130,16 @@ def ratio_without(record: SimpleNamespace, reset: bool = True, carry: bool = Tru
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ratio_is_one_before_first_update_and_the_last_value_is_that_of_the_next_segment(case):
-    for record, following in itertools.pairwise(recorded(case)):  # I4, too
-        torch.testing.assert_close(record.values[-1], following.values[0], atol=1e-5, rtol=0)
-    for record in recorded(case):
+def test_ratio_is_one_before_first_update_but_not_without_the_resets_or_the_carried_state(
+    tmp_path, case
+):
+    env_id, arguments = CASES[case]
+    first, second, third = record_training(tmp_path, env_id, **arguments)
+    for record in first, second, third:
         torch.testing.assert_close(record.ratio, torch.ones_like(record.ratio), atol=1e-5, rtol=0)
         torch.testing.assert_close(record.new_values, record.values[:-1], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ratio_is_not_one_if_the_resets_are_ignored_or_the_state_is_not_carried(case):
-    first, second, _ = recorded(case)
+    for record, following in (first, second), (second, third):  # I4: the bootstrap
+        torch.testing.assert_close(record.values[-1], following.values[0], atol=1e-5, rtol=0)
     if case != "native MultiDiscrete":
         assert second.reset[1:].any(), "an episode must end inside the segment"
         assert (ratio_without(second, reset=False) - 1).abs().max() > 1e-3
@@ -178,27 +169,14 @@ def test_every_agent_gets_its_own_action_and_its_own_reward(tmp_path, num_worker
 # Several updates in an iteration
 
 
-def listen(monkeypatch, owner, name, note):
-    """Calls note(*its arguments) before each call of a function."""
-    function = getattr(owner, name)
-
-    def heard(*given):
-        note(*given)
-        return function(*given)
-
-    monkeypatch.setattr(owner, name, heard)
-
-
 THREE = {"env_id": "CartPole-v1", "minibatch_size": 64, "update_epochs": 3.0, "prio_alpha": 0.0}
 
 
-def test_each_draw_has_the_newest_values_and_ratios_and_a_beta_that_rises(tmp_path, monkeypatch):
-    drawn = []
+def test_each_draw_has_the_newest_values_and_ratios_and_a_beta_that_rises(tmp_path, listen):
+    def note(_, values, rewards, dones, valid, ratio, uniform, beta, args):
+        return values.clone(), ratio.clone(), beta.item()
 
-    def note(values, rewards, dones, valid, ratio, uniform, beta, args):
-        drawn.append((values.clone(), ratio.clone(), beta.item()))
-
-    listen(monkeypatch, ppo, "draw_minibatch", note)
+    drawn = listen(ppo, "draw_minibatch", note)
     train_here(tmp_path, total_timesteps=2 * 64, **THREE)
     assert [beta for *_, beta in drawn] == pytest.approx(3 * [0.2] + 3 * [0.6])
     for first, third in (drawn[0], drawn[2]), (drawn[3], drawn[5]):
@@ -207,22 +185,19 @@ def test_each_draw_has_the_newest_values_and_ratios_and_a_beta_that_rises(tmp_pa
 
 
 @pytest.mark.parametrize("most", [math.inf, 0.001])
-def test_a_gradient_is_of_one_update_and_no_longer_than_it_may_be(tmp_path, monkeypatch, most):
-    found = []
+def test_a_gradient_is_of_one_update_and_no_longer_than_it_may_be(tmp_path, listen, most):
+    def note(_, muon):
+        return [parameter.grad.clone() for parameter in muon.param_groups[0]["params"]]
 
-    def note(muon):
-        found.append([parameter.grad.clone() for parameter in muon.param_groups[0]["params"]])
-
-    listen(monkeypatch, ppo.Muon, "step", note)
+    found = listen(ppo.Muon, "step", note)
     rates = {"learning_rate": 0.0, "adam_learning_rate": 0.0}  # so that all are the same
     train_here(tmp_path, total_timesteps=64, max_grad_norm=most, **THREE, **rates)
     torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=1e-3)
     assert nn.utils.get_total_norm(found[0]) <= 1.001 * most
 
 
-def test_explained_variance_is_that_of_the_rollout(tmp_path, monkeypatch):
-    given = []
-    listen(monkeypatch, ppo, "draw_minibatch", lambda *x: given.append([y.clone() for y in x[:5]]))
+def test_explained_variance_is_that_of_the_rollout(tmp_path, listen):
+    given = listen(ppo, "draw_minibatch", lambda _, *x: [y.clone() for y in x[:5]])
     sizes = THREE | {"num_steps": 32, "num_envs": 2}
     (row,) = read_metrics(train_here(tmp_path, total_timesteps=64, **sizes))
     values, *_, valid, _ = given[0]
@@ -232,9 +207,8 @@ def test_explained_variance_is_that_of_the_rollout(tmp_path, monkeypatch):
     assert row["losses/explained_variance"] == pytest.approx(1 - unexplained.item(), abs=1e-5)
 
 
-def test_every_step_has_noise_of_its_own(tmp_path, monkeypatch):
-    seen = []
-    listen(monkeypatch, ppo, "act", lambda *given: seen.append(given[-1].sum().item()))
+def test_every_step_has_noise_of_its_own(tmp_path, listen):
+    seen = listen(ppo, "act", lambda _, *given: given[-1].sum().item())
     train_here(tmp_path, env_id="CartPole-v1", total_timesteps=2 * 64)
     assert len(set(seen)) == len(seen) == 2 * 9
 
@@ -590,6 +564,9 @@ def test_a_minibatch_has_the_newest_values_returns_and_weights_of_its_segments()
     torch.testing.assert_close(minibatch.weight[:, order], valid[:, :2] / 4)
     expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / 3.5**0.5
     torch.testing.assert_close(minibatch.advantages[:, order], expected)
+    args.norm_adv = False
+    minibatch = ppo.draw_minibatch(*tensors, args)
+    torch.testing.assert_close(minibatch.advantages, minibatch.returns - minibatch.values)
 
 
 # I7 is in test_tools.py: PufferLib's Breakout weights are played by tools/play.py.
@@ -689,15 +666,11 @@ def test_observations_are_normalized_by_the_statistics_of_all_steps_that_count(t
     assert records[0].agent.flatten(1e9 * observations).abs().max() == 10
 
 
-def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, monkeypatch):
-    received = []  # raw rewards, dones and valid, as they come
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, listen):
+    def note(result, _):  # raw rewards, dones and valid, as they come
+        return [array.copy() for array in result[2:]]
 
-    def receive(self, original=ppo.Envs.receive):
-        result = original(self)
-        received.append([array.copy() for array in result[2:]])
-        return result
-
-    monkeypatch.setattr(ppo.Envs, "receive", receive)
+    received = listen(ppo.Envs, "receive", note)
     arguments = {"norm_rewards": True, "gamma": 0.9, "num_steps": 6}
     records = record_training(tmp_path, "Continuous-v0", **arguments)
     discounted = np.zeros(4)
@@ -771,24 +744,15 @@ ANNEALED = {
 
 
 @pytest.mark.parametrize("anneal", ANNEALED)
-def test_both_learning_rates_fall_as_they_are_told(tmp_path, monkeypatch, anneal):
-    rates = []
+def test_both_learning_rates_fall_as_they_are_told(tmp_path, listen, anneal):
+    def note(_, run, *given):
+        return [float(one.param_groups[0]["lr"]) for one in run.optimizers]
 
-    def note(run, *_):
-        rates.append([float(one.param_groups[0]["lr"]) for one in run.optimizers])
-
-    listen(monkeypatch, ppo.Run, "log", note)
+    rates = listen(ppo.Run, "log", note)
     arguments = {"learning_rate": 0.01, "adam_learning_rate": 0.002, "total_timesteps": 4 * 64}
     rows = read_metrics(train_here(tmp_path, env_id="CartPole-v1", anneal=anneal, **arguments))
     assert [row["learning_rate"] / 0.01 for row in rows] == pytest.approx(ANNEALED[anneal])
     np.testing.assert_allclose(rates, np.outer(ANNEALED[anneal], [0.01, 0.002]), rtol=1e-5)
-
-
-def test_advantages_are_as_they_are_without_norm_adv():
-    args = ppo.Args(prio_alpha=0.0, minibatch_size=6, num_steps=2, norm_adv=False)
-    tensors = [torch.randn(3, 3), torch.randn(2, 3), torch.zeros(3, 3), torch.ones(2, 3)]
-    minibatch = ppo.draw_minibatch(*tensors, torch.ones(2, 3), torch.rand(4), 1.0, args)
-    torch.testing.assert_close(minibatch.advantages, minibatch.returns - minibatch.values)
 
 
 # The loss -----------------------------------------------------------------------------------------

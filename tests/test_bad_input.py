@@ -6,7 +6,6 @@ import pytest
 import torch
 import yaml
 from conftest import FOREIGN, ROOT, SMALL, run_script
-from reading import newest_run
 
 import ppo_lstm_puffer as ppo
 
@@ -17,14 +16,6 @@ def call(*arguments) -> int:
         return ppo.main(*ppo.parse_args([*SMALL, *map(str, arguments)]))
     except SystemExit as end:
         return end.code
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of a small finished run, which no test changes."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert call("--total-timesteps", "256", "--output-dir", folder / "runs") == 0
-    return newest_run(folder)
 
 
 @pytest.fixture
@@ -115,7 +106,8 @@ def test_foreign_trainer_state_is_refused_and_runs_no_code(refused, tmp_path, na
 
 
 @pytest.mark.parametrize("changed", ["--hidden-size 64", "--optimizer adam"])
-def test_run_that_does_not_fit_is_refused_and_stays_as_it_is(refused, run, changed):
+def test_run_that_does_not_fit_is_refused_and_stays_as_it_is(refused, finished, changed):
+    run = finished.run
     files = [path for path in run.iterdir() if "tfevents" not in path.name]
     before = [path.read_bytes() for path in files]
     line = refused("--resume", run, "--total-timesteps", "512", *changed.split())
@@ -155,15 +147,16 @@ def test_configuration_may_be_written_as_people_write_it(tmp_path):
 
 
 def test_a_configuration_may_say_which_run_goes_on_and_a_home_may_be_a_tilde(
-    run, tmp_path, monkeypatch
+    finished, tmp_path, monkeypatch
 ):
+    run = finished.run
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(run, tmp_path / "runs" / run.name)
     latest = "resume: latest\noutput-dir: ~/runs\ntotal_timesteps: 512\n"
     for text in latest, f"resume: ~/runs/{run.name}\n":
         (tmp_path / "again.yaml").write_text(text)
         args, resumed = ppo.parse_args(["--config", "~/again.yaml"])
-        assert resumed["step"] == 256 and args.hidden_size == 32
+        assert resumed["step"] == 2048 and args.hidden_size == 32
         assert resumed["folder"] == tmp_path / "runs" / run.name
     assert call("--output-dir", "~/mine", "--total-timesteps", "256") == 0
     assert len(list((tmp_path / "mine").iterdir())) == 1

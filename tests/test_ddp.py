@@ -131,12 +131,12 @@ def same_data(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("ranks", ["one", "two"])
-def test_gradients_and_parameters_are_those_of_the_reference(same_data, ranks):
+def test_gradients_and_parameters_are_those_of_the_reference(same_data):
     """I11"""
     (reference,) = same_data["reference"].ranks
-    assert len(same_data[ranks].ranks) == (2 if ranks == "two" else 1)
-    for other in same_data[ranks].ranks:
+    others = *same_data["one"].ranks, *same_data["two"].ranks
+    assert len(others) == 3
+    for other in others:
         assert other["updates"] == reference["updates"] == 6
         for expected, gradient in zip(reference["gradients"], other["gradients"], strict=True):
             assert expected.abs().max() > 1e-3
@@ -230,22 +230,10 @@ def test_norm_obs_leaves_images_as_they_are(tmp_path):
     assert end_of(run)["exit_reason"] == "completed"
 
 
-def test_compiled_ranks_with_workers_and_several_agents(tmp_path):
-    arguments = ["--env-id", "tests.parallel_game", "--num-workers", "2", "--compile"]
-    arguments += ["--num-envs", "8", "--num-steps", "4", "--minibatch-size", "48"]  # few to compile
-    run = train(*arguments, cwd=tmp_path)
-    assert end_of(run)["exit_reason"] == "completed"
-    assert steps_of(run)[0] == 8 * 3 * 4  # environments, agents, steps
-    last = read_metrics(run)[-1]
-    assert 0.3 < last["episodic_return"] / last["episodic_length"] <= 1
-
-
-def test_rank_0_alone_writes_and_a_seed_repeats_to_the_bit(finished, tmp_path):
+def test_rank_0_alone_writes(finished):
     assert [path.name for path in finished.parent.iterdir()] == [finished.name]
     assert len(list(finished.glob("events*"))) == 1
     assert steps_of(finished) == list(range(256, 2049, 256))
-    again = train("--checkpoint-interval", "4", cwd=tmp_path)
-    assert without_clock(again) == without_clock(finished)
 
 
 def test_rank_0_has_the_environments_of_one_process_and_the_others_have_others(tmp_path):
@@ -357,7 +345,8 @@ def test_wrong_argument_is_one_line_on_all_ranks(tmp_path, arguments):
 @pytest.mark.parametrize("by_user", [False, True])
 def test_rank_has_its_share_of_the_cores_unless_the_user_set_its_threads(by_user):
     # What starts the rank sets OMP_NUM_THREADS itself, as torchrun does.
-    rank = "import ppo_lstm_puffer_ddp, os; "
+    rank = "text = open('ppo_lstm_puffer_ddp.py').read(); "
+    rank += "exec(text[: text.index('import gymnasium')]); "  # before torch asks for them
     rank += "print(os.environ.get('OMP_NUM_THREADS'), len(os.sched_getaffinity(0)))"
     parent = "import os, subprocess, sys; os.environ['OMP_NUM_THREADS'] = '1'; "
     parent += "subprocess.run([sys.executable, '-c', sys.argv[1]])"
@@ -462,7 +451,7 @@ def test_what_one_rank_is_told_all_do(tmp_path, signum):
     assert not errors("".join(stderr))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_torchrun_that_ends_leaves_a_checkpoint_and_no_process(start, tmp_path, signum):
     job = start(*LONG, options=["--max-restarts=2"])
     run = first_checkpoint(tmp_path, job)
@@ -471,7 +460,7 @@ def test_torchrun_that_ends_leaves_a_checkpoint_and_no_process(start, tmp_path, 
     assert job.wait(60) != 0
     assert not alive(ranks.values(), 30)
     end = end_of(run)
-    assert end["exit_reason"] == ("sighup" if signum == signal.SIGHUP else "sigterm")
+    assert end["exit_reason"] == "sigterm"
     assert checkpoint(run)["step"] == end["step"]
     output = (tmp_path / "output").read_text()
     assert output.count(f"run: {tmp_path}/runs/") == 1  # told to stop, it stays so
@@ -519,7 +508,7 @@ def test_steps_of_a_checkpoint_have_their_line_if_a_rank_dies_at_the_end_of_an_i
     assert checkpoint(run)["step"] == steps_of(run)[-1]
 
 
-def test_rank_that_is_slow_changes_nothing(finished, tmp_path):
+def test_a_seed_repeats_to_the_bit_though_a_rank_is_slow(finished, tmp_path):
     with started_ranks(cwd=tmp_path) as (first, second):
         while second.poll() is None:
             second.send_signal(signal.SIGSTOP)

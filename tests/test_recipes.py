@@ -203,25 +203,6 @@ def train(tmp_path, monkeypatch):
     return train
 
 
-@pytest.fixture
-def record(monkeypatch):
-    """Lists note(result, *arguments) of each call of a module's function."""
-
-    def record(module, name, note) -> list:
-        notes = []
-        original = getattr(module, name)
-
-        def recorded(*arguments):
-            result = original(*arguments)
-            notes.append(note(result, *arguments))
-            return result
-
-        monkeypatch.setattr(module, name, recorded)
-        return notes
-
-    return record
-
-
 def agent_of(module, observation_space, action_space):
     args = module.Args(hidden_size=8, precision="float32")
     return module.Agent(observation_space, action_space, args)
@@ -234,14 +215,14 @@ def agent_of(module, observation_space, action_space):
         pytest.param(["mingru", "action_masks"], RUNS["action_masks"], id="masks and mingru"),
     ],
 )
-def test_ratio_is_one_in_a_first_update_and_after_a_resume(names, flags, fork, train, record):
+def test_ratio_is_one_in_a_first_update_and_after_a_resume(names, flags, fork, train, listen):
     """I1, with episode ends inside eight segments and states carried from one to the next."""
 
     def ratio(result, *arguments):
         minibatch = arguments[-2]
         return result[1][minibatch.weight > 0]  # of the steps that are trained on
 
-    ratios = record(fork(*names), "ppo_loss", ratio)
+    ratios = listen(fork(*names), "ppo_loss", ratio)
     rows = train(fork(*names), FIRST_UPDATES, flags)
     assert len(rows) == len(ratios) == 8
     assert any("episodic_return" in row for row in rows)
@@ -316,17 +297,17 @@ def test_shaped_rewards_of_an_episode_add_up_to_the_potential_it_began_with(fork
     torch.testing.assert_close(more, shaped + 1)
 
 
-def test_shaped_rewards_are_not_clipped(fork, train, record):
+def test_shaped_rewards_are_not_clipped(fork, train, listen):
     module = fork("reward_shaping")
-    seen = record(module, "draw_minibatch", lambda _, values, rewards, *rest: rewards.abs().max())
+    seen = listen(module, "draw_minibatch", lambda _, values, rewards, *rest: rewards.abs().max())
     train(module, "--env-id cartpole --shaping-coef 9")
     assert max(seen) > 1
 
 
-def test_stages_switch_where_they_should_and_a_resumed_run_is_in_its_stage(fork, train, record):
+def test_stages_switch_where_they_should_and_a_resumed_run_is_in_its_stage(fork, train, listen):
     # Segments of 256 steps: the one from 512 on is the first that begins at or after 500.
     module = fork("stages")
-    entropies = record(module, "ppo_loss", lambda result, *arguments: arguments[-1].ent_coef)
+    entropies = listen(module, "ppo_loss", lambda result, *arguments: arguments[-1].ent_coef)
     flags = "--env-id cartpole --learning-rate 0.125 --ent-coef 0.25 --anneal constant "
     stages = "{1024: {learning_rate: 0}, 500: {ent_coef: 0.5}}"
     rows = train(module, FIRST_UPDATES, flags, f"--total-timesteps 1280 --stages '{stages}'")
@@ -460,7 +441,7 @@ def test_self_play_beats_what_stands_still_and_not_what_learns(fork, train):
 
 
 def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_on_it(
-    fork, train, record
+    fork, train, listen
 ):
     def player_of(result, player, observations, *_):
         return player, len(observations)
@@ -469,8 +450,8 @@ def test_self_play_lets_the_opponent_play_every_second_agent_and_does_not_train_
         return valid.clone()
 
     module = fork("self_play")
-    players = record(module, "act", player_of)
-    seen = record(module, "draw_minibatch", valid_of)
+    players = listen(module, "act", player_of)
+    seen = listen(module, "draw_minibatch", valid_of)
     train(module, RUNS["self_play"], "--total-timesteps 512")
     learner = players[0][0]
     opponent = players[1][0]

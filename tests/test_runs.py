@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pathlib
-import random
 import shlex
 import shutil
 import signal
@@ -62,16 +61,6 @@ def started():
         process.kill()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished small run with checkpoints after 4 and 8 iterations. No test changes it."""
-    folder = tmp_path_factory.mktemp("finished")
-    result = run_script("--checkpoint-interval", "4", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    result.run = newest_run(folder)
-    return result
-
-
 # What a run leaves.
 
 
@@ -121,14 +110,10 @@ def test_tensorboard_has_the_charts(finished):
 
 
 def test_profile_is_a_trace_and_a_line_is_logged_every_interval_and_at_the_end(tmp_path):
-    arguments = ["--profile", "--total-timesteps", 14 * STEPS, "--log-interval", "6"]
-    run = succeed(*arguments, cwd=tmp_path)
+    run = train_here(tmp_path, profile=True, total_timesteps=14 * 64, log_interval=6)
     (trace,) = run.glob("*.pt.trace.json")
     assert json.loads(trace.read_text())["traceEvents"]
     assert [row["iteration"] for row in read_metrics(run)] == [6, 12, 14]
-
-
-# I6: repeating.
 
 
 def test_a_profile_that_is_cut_short_is_closed(tmp_path):
@@ -137,21 +122,15 @@ def test_a_profile_that_is_cut_short_is_closed(tmp_path):
     assert read_metrics(run)[-1]["iteration"] == 6
 
 
-def test_same_seed_gives_the_same_metrics_with_worker_processes(tmp_path):
-    runs = []
-    for name in "first", "second":
-        (tmp_path / name).mkdir()
-        arguments = [*WORKERS, "--env-id", "CartPole-v1", "--total-timesteps", 2 * STEPS]
-        runs.append(succeed(*arguments, cwd=tmp_path / name))
-    assert without_clock(runs[0]) == without_clock(runs[1])
+# I6: repeating. That a configuration repeats its run is in test_tools.py.
 
 
-def test_config_repeats_a_run_to_the_bit_and_another_seed_does_not(finished, tmp_path):
-    same = ["--config", finished.run / "config.yaml"]
-    run = succeed(*same, cwd=tmp_path, small=False)
-    assert without_clock(run) == without_clock(finished.run)
-    run = succeed(*same, "--seed", "2", cwd=tmp_path, small=False)
-    assert without_clock(run) != without_clock(finished.run)
+def test_a_seed_gives_the_same_to_the_bit_with_worker_processes_and_another_does_not(tmp_path):
+    sizes = {"env_id": "CartPole-v1", "num_workers": 2, "total_timesteps": 4 * 64}
+    rows = []
+    for number, seed in enumerate((1, 1, 2)):
+        rows.append(without_clock(train_here(tmp_path / str(number), seed=seed, **sizes)))
+    assert rows[0] == rows[1] != rows[2]
 
 
 def test_command_line_beats_config_and_env_arguments_reach_the_environment(finished, tmp_path):
@@ -187,16 +166,15 @@ def killed(tmp_path_factory):
 
 
 def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
-    (tmp_path / "straight").mkdir()
-    straight = succeed("--total-timesteps", 40 * STEPS, cwd=tmp_path / "straight")
     copy = pathlib.Path(shutil.copytree(killed, tmp_path / "runs" / killed.name))
     resumed = succeed("--resume", "latest", cwd=tmp_path, small=False)
     assert resumed == copy and end_of(resumed)["exit_reason"] == "completed"
     rows = read_metrics(resumed)
     assert rows[:20] == read_metrics(killed)[:20]
-    for row, expected in zip(rows, read_metrics(straight), strict=True):
-        for name in "iteration", "step", "learning_rate":
-            assert row[name] == expected[name]
+    assert [row["iteration"] for row in rows] == [*range(1, 41)]
+    assert [row["step"] for row in rows] == [*range(STEPS, 40 * STEPS + 1, STEPS)]
+    rates = [0.06 * 64 ** (-n / 40) for n in range(40)]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     assert checkpoint(resumed)["step"] == rows[-1]["step"] == 40 * STEPS
     times = [row["time"] for row in rows]
     assert times == sorted(times), "time counts on"
@@ -219,29 +197,23 @@ gymnasium.register("Wanders-v0", Wanders)
     assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
-def test_a_checkpoint_alone_is_enough_to_go_on(killed, tmp_path):
-    (tmp_path / "copied").mkdir()
-    shutil.copy(killed / "trainer_state.pt", tmp_path / "copied")
-    result = run_script("--resume", "copied", cwd=tmp_path, small=False)
-    assert result.returncode == 0, result.stderr
-    rows = read_metrics(tmp_path / "copied")
-    assert [row["iteration"] for row in rows] == [*range(21, 41)]
-
-
 @pytest.mark.parametrize("times", [3, 0.5])
-def test_run_resumed_with_another_batch_size_goes_on_to_its_total(killed, tmp_path, times):
-    shutil.copytree(killed, tmp_path / "runs" / killed.name)
+def test_a_checkpoint_alone_goes_on_to_its_total_with_another_batch_size(killed, tmp_path, times):
+    copied = tmp_path / "runs/copied"
+    copied.mkdir(parents=True)
+    shutil.copy(killed / "trainer_state.pt", copied)
     arguments = ["--resume", "latest", "--num-envs", int(16 * times)]
-    resumed = succeed(*arguments, cwd=tmp_path, small=False)
-    assert 40 * STEPS <= checkpoint(resumed)["step"] < 40 * STEPS + times * STEPS
-    assert checkpoint(resumed)["iteration"] == 20 + math.ceil(20 / times)
-    rates = [row["learning_rate"] for row in read_metrics(resumed)]
+    assert succeed(*arguments, cwd=tmp_path, small=False) == copied
+    assert 40 * STEPS <= checkpoint(copied)["step"] < 40 * STEPS + times * STEPS
+    rows = read_metrics(copied)
+    assert [row["iteration"] for row in rows] == [*range(21, 21 + math.ceil(20 / times))]
+    rates = [row["learning_rate"] for row in (*read_metrics(killed)[:20], *rows)]
     assert rates == sorted(rates, reverse=True), "the schedule goes on where it was"
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_resumed_state_is_the_saved_one_but_for_what_flags_say(tmp_path, optimizer):
-    run = succeed("--optimizer", optimizer, "--total-timesteps", 2 * STEPS, cwd=tmp_path)
+    run = train_here(tmp_path, optimizer=optimizer, total_timesteps=2 * 64)
     flags = ["--momentum", "0.5", "--learning-rate", "0.125"]
     args, resumed = ppo.parse_args(["--resume", str(run), *flags])
     with contextlib.closing(ppo.make_envs(args, 1)) as envs:
@@ -254,41 +226,17 @@ def test_resumed_state_is_the_saved_one_but_for_what_flags_say(tmp_path, optimiz
     group = optimizers[0].param_groups[0]
     assert float(group["lr"]) == 0.125
     assert (group["momentum"] if optimizer == "muon" else group["betas"][0]) == 0.5
-    assert (resumed["iteration"], resumed["step"]) == (2, 2 * STEPS)
-
-
-def test_kill_at_any_moment_leaves_a_resumable_run(started, tmp_path):
-    moments = random.Random(1)
-    every = ["--total-timesteps", "100_000_000", "--checkpoint-interval", "1"]
-    process, run = started(*every, cwd=tmp_path)
-    wait_for((run / "trainer_state.pt").exists, process)
-    last = 0
-    for _ in range(2):
-        time.sleep(moments.uniform(0, 0.3))
-        process.kill()
-        process.wait()
-        state = checkpoint(run)
-        assert state["iteration"] >= last and state["step"] == state["iteration"] * STEPS
-        last = state["iteration"]
-        process = start_script("--resume", "latest", cwd=tmp_path, small=False)
-        wait_for((run / f"model_breakout_{last + 1:06d}.pt").exists, process)
-    process.kill()
-    process.wait()
-    last = checkpoint(run)["iteration"]
-    total = ["--total-timesteps", (last + 3) * STEPS]
-    succeed("--resume", "latest", *total, cwd=tmp_path, small=False)
-    assert end_of(run)["exit_reason"] == "completed"
-    assert [row["iteration"] for row in read_metrics(run)] == list(range(1, last + 4))
-    assert not list(run.glob("*.tmp"))
+    assert (resumed["iteration"], resumed["step"]) == (2, 2 * 64)
 
 
 def test_time_limit_counts_from_each_start(tmp_path):
+    resumed = None
     for _ in range(2):
-        resume = ["--resume", "latest"] if (tmp_path / "runs").exists() else []
-        run = succeed(*LONG, "--time-limit", "1", *resume, cwd=tmp_path)
+        run = train_here(tmp_path, resumed, time_limit=0.5, total_timesteps=10**8)
         assert end_of(run)["exit_reason"] == "time_limit"
         assert checkpoint(run)["step"] == end_of(run)["step"] > 0
-    assert end_of(run)["time"] >= 2
+        resumed = ppo.load_checkpoint(str(run), "")
+    assert end_of(run)["time"] >= 1
 
 
 # One folder, one run.
@@ -335,7 +283,7 @@ def test_signal_to_all_processes_writes_a_checkpoint_and_leaves_none(started, tm
     assert checkpoint(run)["iteration"] == end["iteration"] > 0
 
 
-def test_signals_that_an_environment_takes_are_taken_back(started, tmp_path):
+def test_nohup_is_respected_and_signals_that_an_environment_takes_are_taken_back(started, tmp_path):
     (tmp_path / "takes.py").write_text("""
 import signal, gymnasium, tests.environments
 class Takes(tests.environments.TwoDials):
@@ -347,8 +295,12 @@ class Takes(tests.environments.TwoDials):
         return super().step(action)
 gymnasium.register("Takes-v0", Takes)
 """)
-    process, run = started(*LONG, "--env-id", "takes:Takes-v0", cwd=tmp_path)
+    nohup = {"launcher": ("nohup", sys.executable)}
+    process, run = started(*LONG, "--env-id", "takes:Takes-v0", cwd=tmp_path, **nohup)
     wait_for(lambda: logged(tmp_path) > 4, process)  # of 16 steps each
+    process.send_signal(signal.SIGHUP)
+    before = logged(tmp_path)
+    wait_for(lambda: logged(tmp_path) > before + 3, process)
     process.terminate()
     assert process.wait(60) == 143 and end_of(run)["exit_reason"] == "sigterm"
 
@@ -367,15 +319,6 @@ def test_a_signal_in_the_last_iteration_is_no_failure_and_a_run_gives_the_signal
     run = train_here(tmp_path, total_timesteps=2 * 64)
     assert end_of(run)["exit_reason"] == "completed"
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_nohup_is_respected(started, tmp_path):
-    process, run = started(*LONG, cwd=tmp_path, launcher=("nohup", sys.executable))
-    process.send_signal(signal.SIGHUP)
-    before = logged(tmp_path)
-    wait_for(lambda: logged(tmp_path) > before + 3, process)
-    process.terminate()
-    assert process.wait(60) == 143 and end_of(run)["exit_reason"] == "sigterm"
 
 
 def test_signal_before_the_first_update_ends_at_once_and_leaves_no_worker(tmp_path):
@@ -506,11 +449,13 @@ def disk(tmp_path):
 
 @pytest.mark.parametrize(
     ("every", "total"),
-    [("1", LONG[1]), ("1_000_000", LONG[1]), ("1_000_000", 3 * STEPS)],
+    [("1", LONG[1]), ("1_000_000", LONG[1]), ("1_000_000", 9 * STEPS)],
     ids=["checkpoints", "logs", "at the end"],
 )
-def test_full_disk_ends_the_run_and_leaves_its_last_checkpoint_whole(disk, tmp_path, every, total):
-    run = succeed("--total-timesteps", 2 * STEPS, cwd=tmp_path)
+def test_full_disk_ends_the_run_and_leaves_its_last_checkpoint_whole(
+    disk, finished, tmp_path, every, total
+):
+    run = pathlib.Path(shutil.copytree(finished.run, disk / finished.run.name))
     room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     filler = disk / "filler"
     filler.write_bytes(bytes(max(0, room - (2**18 if every == "1" else 2**16))))
@@ -518,7 +463,7 @@ def test_full_disk_ends_the_run_and_leaves_its_last_checkpoint_whole(disk, tmp_p
     result = run_script(*arguments, cwd=tmp_path, timeout=100)
     assert result.returncode == 1 and "No space left" in result.stderr
     last = checkpoint(run)["iteration"]
-    assert last > 2 if every == "1" else last == 2
+    assert last > ITERATIONS if every == "1" else last == ITERATIONS
     filler.unlink()
     total = (last + 2) * STEPS
     succeed("--resume", run, "--total-timesteps", total, cwd=tmp_path, small=False)
@@ -568,17 +513,12 @@ def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path):
     assert len(read_metrics(run)) == 1
 
 
-def test_a_resumed_run_has_other_episodes_and_tensorboard_each_step_once(tmp_path, monkeypatch):
-    seeds = []
-    monkeypatch.setattr(
-        event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100)
-    )  # read as texts
-
-    def make_envs(args, seed, original=ppo.make_envs):
-        seeds.append(seed)
-        return original(args, seed)
-
-    monkeypatch.setattr(ppo, "make_envs", make_envs)
+def test_a_resumed_run_has_other_episodes_and_tensorboard_each_step_once(
+    tmp_path, monkeypatch, listen
+):
+    counter = event_file_writer.AtomicCounter(100)  # names are read as texts
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
+    seeds = listen(ppo, "make_envs", lambda _, args, seed: seed)
     sizes = {"env_id": "CartPole-v1", "checkpoint_interval": 2}
     run = train_here(tmp_path, total_timesteps=2 * 64, **sizes)
     resumed = ppo.load_checkpoint(str(run), "")

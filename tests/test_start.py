@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import environment, run_script
 from pufferlib import adapters
-from reading import newest_run, read_metrics
+from reading import end_of, newest_run, read_metrics
+from test_ddp import train
 from torch._inductor import cpp_builder
 
 import ppo_lstm_puffer as ppo
@@ -133,10 +134,8 @@ def test_a_large_batch_of_images_is_announced(num_agents, said, capsys):
 RUN = """
 import json, sys
 import torch._dynamo.utils
-import torch._inductor.config
 import ppo_lstm_puffer as ppo
 
-torch._inductor.config.cpp.simdlen = 1  # is compiled sooner
 factor = FACTOR
 original = ppo.ppo_loss
 if factor != 1:  # what a fork may change
@@ -150,21 +149,34 @@ sys.exit(code)
 """
 
 
+GAME = ["--env-id", "tests.parallel_game", "--num-workers", "2", "--num-steps", "2", "--compile"]
+
+
 def compiled_run(factor: float, folder) -> tuple[dict, float]:
     """The cache's counters, and the last gradient's norm, of a small run with a cache in folder."""
     (folder / "run.py").write_text(RUN.replace("FACTOR", str(factor)))
-    sizes = ["--num-steps", "2", "--minibatch-size", "16", "--total-timesteps", "64", "--compile"]
+    sizes = ["--num-envs", "4", "--minibatch-size", "12", "--total-timesteps", "48"]
     env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    result = run_script(*sizes, cwd=folder, script=folder / "run.py", env=env, timeout=1200)
+    options = {"script": folder / "run.py", "env": env, "timeout": 1200}
+    result = run_script(*GAME, *sizes, cwd=folder, **options)
     assert result.returncode == 0, result.stderr
     norm = read_metrics(newest_run(folder))[-1]["losses/grad_norm"]
     return json.loads(result.stdout.splitlines()[-1]), norm
 
 
 def test_second_start_finds_every_function_and_a_changed_loss_is_compiled_anew(tmp_path):
+    """And two ranks, each of these sizes, have but their own draw of minibatches to compile."""
     first, norm = compiled_run(1, tmp_path)
     assert first["autograd_cache_miss"] == first["total"] >= 4
     changed, other = compiled_run(3, tmp_path)
     assert changed["autograd_cache_miss"] == 1
     assert changed["autograd_cache_hit"] == first["total"] - 1
     assert other != pytest.approx(norm, rel=1e-3)
+    (tmp_path / "ranks").mkdir()
+    sizes = ["--num-envs", "8", "--minibatch-size", "24"]
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    run = train(*GAME, *sizes, cwd=tmp_path / "ranks", env=cache)
+    assert end_of(run)["exit_reason"] == "completed"
+    assert read_metrics(run)[0]["step"] == 8 * 3 * 2  # environments, agents, steps
+    last = read_metrics(run)[-1]
+    assert 0.3 < last["episodic_return"] / last["episodic_length"] <= 1
