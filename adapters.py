@@ -24,7 +24,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 
 import gymnasium as gym
 import numpy as np
@@ -49,10 +49,10 @@ for name in "stdout", "stderr":
 def say(text: str, file=None):
     """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
     file = file or sys.stderr
+    if file.closed:  # by an environment
+        return
     try:
         print(re.sub(r"\s*\n\s*", " ", text), file=file, flush=True)  # an array in it has several
-    except ValueError:  # an environment closed it
-        pass
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
@@ -294,13 +294,13 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 # Actions ------------------------------------------------------------------------------------------
 
 
-def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Callable):
+def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Callable, alone: bool):
     """The policy begins at 0 with a deviation of 1: a Box should be there, and not much wider."""
     with np.errstate(over="ignore", invalid="ignore"):
         width = high - low
     unlike = ((width < 0.1) & (width > 0)) | ((width > 20) & np.isfinite(width))
     for i in np.flatnonzero(unlike | (low > 1) | (high < -1))[:1]:
-        rescales = space.dtype.kind == "f" and space.is_bounded()
+        rescales = alone and space.dtype.kind == "f" and space.is_bounded()
         wrapper = "RescaleAction(env, -1, 1)" if rescales else "TransformAction"
         remark(
             f"action: a Box from {low[i]:g} to {high[i]:g}, but the policy begins at 0 with a "
@@ -308,19 +308,28 @@ def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Call
         )
 
 
-def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callable]:
+def flat_actions(
+    space: gym.Space, remark: Callable, alone: bool = True
+) -> tuple[gym.Space, Callable]:
     """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
-    actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
-    parts = [part for _, part in leaves(space)]
-    if not isinstance(space, Box) and {type(part) for part in parts} == {Box}:
-        if len({part.dtype.kind for part in parts}) > 1:
+    actions to a list of n actions of the space. Raises pufferlib.APIUsageError.
+
+    alone: it is not made of the parts of another space.
+    """
+    boxes = [part for _, part in leaves(space)]
+    if not isinstance(space, Box) and {type(part) for part in boxes} == {Box}:
+        try:
+            vector = gym.spaces.flatten_space(space)
+        except ValueError as error:  # an empty part
+            raise APIUsageError(f"an action of {space!s:.80} is not supported: {error}") from error
+        if any((box.dtype.kind == "f") != (vector.dtype.kind == "f") for box in boxes):
             raise APIUsageError("an action of whole numbers and fractions is not supported")
-        box, own_vectors = flat_actions(gym.spaces.flatten_space(space), remark)
+        seen, own_vectors = flat_actions(vector, remark, alone=False)
 
         def own_parts(numbers: np.ndarray) -> list:
-            return [gym.spaces.unflatten(space, vector) for vector in own_vectors(numbers)]
+            return [gym.spaces.unflatten(space, own) for own in own_vectors(numbers)]
 
-        return box, own_parts
+        return seen, own_parts
     if not isinstance(space, Box):
         counts, own_actions = choices(space)
         if not 0 < sum(counts) <= MOST:
@@ -331,7 +340,7 @@ def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callabl
     with np.errstate(over="ignore"):  # a float64's bound may be no float32
         low = space.low.ravel().astype(np.float32)
         high = space.high.ravel().astype(np.float32)
-    remark_on_bounds(space, low, high, remark)
+    remark_on_bounds(space, low, high, remark, alone)
 
     def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
         own = numbers.reshape(-1, *space.shape)
@@ -363,9 +372,10 @@ def choices(space: gym.Space) -> tuple[list[int], Callable]:
 
         return nvec.ravel().tolist(), own_actions
     if not isinstance(space, Dict | Tuple):
+        beside = " beside choices" if isinstance(space, Box) else ""
         raise APIUsageError(
-            f"an action of {type(space).__name__} beside choices is not supported; wrap the "
-            "environment, as docs/environments.md says"
+            f"an action of {type(space).__name__}{beside} is not supported; wrap the environment, "
+            "as docs/environments.md says"
         )
     names = list(space.spaces) if isinstance(space, Dict) else None
     parts = space.spaces.values() if isinstance(space, Dict) else space.spaces
@@ -518,6 +528,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     """
 
     env_number = 0  # PufferLib's, of this object among those of the workers
+    remedy = ""  # where an observation or a reward is not finite
 
     def __init__(
         self, make_one: Callable, num_envs: int = 1, buf=None, seed: int = 0, workers: bool = False
@@ -647,9 +658,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
-                problem = (
-                    f"is not finite; gymnasium.wrappers.Transform{what.title()} can replace it"
-                )
+                problem = f"is not finite{self.remedy.format(what.title())}"
                 raise self.wrong(what, row, problem, NotFinite)
 
     def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:
@@ -673,6 +682,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
 
 class GymnasiumEnvs(AdaptedEnvs):
     agents = (0,)
+    remedy = "; gymnasium.wrappers.Transform{} can replace it"
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         return getattr(env, "observation_space", None), getattr(env, "action_space", None)
@@ -708,15 +718,15 @@ class GymnasiumEnvs(AdaptedEnvs):
                 self.write(last, info[key])
                 same = np.array_equal(last, self.observations[i])
             except UNFIT:
-                same = False
+                same = not isinstance(info[key], np.ndarray)  # such as {}
             if not same:
                 text = (
                     "it resets itself, so what is taken for its last observation begins an episode"
                 )
                 say_once(say, f"warning: by its info's {key} {text}; let step return {key}")
         if self.terminals[i] and np.any(info.get("TimeLimit.truncated")):
-            text = "by its info's TimeLimit.truncated an end was a time limit, but step says terminated"
-            say_once(say, f"warning: {text}: its value is taken for 0")
+            text = "by its info's TimeLimit.truncated an end was a time limit"
+            say_once(say, f"warning: {text}, but step says terminated: its value is taken for 0")
 
 
 TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
@@ -955,57 +965,66 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         kwargs = {**kwargs, "max_episode_steps": int(steps)}
     of_make = {"disable_env_checker": True, **kwargs}
     own = {key: of_make.pop(key) for key in kwargs if key not in OF_MAKE}
-    if function is not None:
-        check_arguments({**spec.kwargs, **kwargs}, function, (*OF_MAKE, *spec.kwargs))
-        if steps is not None and "max_episode_steps" in (parameters_of(function) or ()):
-            own["max_episode_steps"] = kwargs["max_episode_steps"]  # both: it ends by either
+    check_arguments({**spec.kwargs, **kwargs}, function, (*OF_MAKE, *spec.kwargs))
+    if steps is not None and "max_episode_steps" in (parameters_of(function) or ()):
+        own["max_episode_steps"] = kwargs["max_episode_steps"]  # both: it ends by either
     if own:  # among gym.make's arguments one could not be called id
         gym_id = dataclasses.replace(spec, kwargs={**spec.kwargs, **own})
     return partial(gym.make, gym_id, **of_make)
 
 
+BUFFERS = ("observations", "rewards", "terminals", "truncations")
+
+
 def checked(own: type) -> type:
-    """A PufferEnv of one's own that refuses what would be learned from wrong numbers."""
+    """A PufferEnv of one's own. What it returns must be what PufferLib reads, its buffers."""
     for function in own, own.reset:
-        parameters = parameters_of(function) or {}
+        parameters = parameters_of(function)
+        if parameters is None:
+            continue
         takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
         if "seed" not in parameters and not takes_all:
             raise APIUsageError(f"{function.__qualname__} should take a seed: PufferLib gives one")
 
     class Checked(own):
         def reset(self, seed: int | None = None):
-            space = self.single_action_space
-            whole = isinstance(space, Box) and space.dtype.kind != "f"
+            self.pufferlibs = [getattr(self, name) for name in BUFFERS]
             with refusals():
-                if whole or np.any(getattr(space, "start", 0)):
-                    raise APIUsageError(
-                        f"actions of a PufferEnv begin at 0, whole ones in no Box: {space}"
-                    )
                 observations, infos = super().reset(seed=seed)
-                self.check(observations)
-            return observations, self.list_of(infos)
+                check_buffers(self, observations)
+            return observations, list_of(infos)
 
         def step(self, actions: np.ndarray):
             with refusals():
                 *given, infos = super().step(actions)
-                self.check(*given)
+                check_buffers(self, *given)
                 if not np.isfinite(self.rewards).all():
                     raise NotFinite("a reward is not finite")
-            return *given, self.list_of(infos)
+            return *given, list_of(infos)
 
-        def check(self, *given):
-            buffers = self.observations, self.rewards, self.terminals, self.truncations
-            if not all(map(np.may_share_memory, given, buffers)):
-                raise APIUsageError(
-                    "it returns arrays of its own, but PufferLib reads its buffers: write into "
-                    "self.observations[:], self.rewards[:], self.terminals[:], self.truncations[:]"
-                )
+    return update_wrapper(Checked, own, updated=())
 
-        def list_of(self, infos) -> list[dict]:
-            infos = [infos] if isinstance(infos, Mapping) else infos
-            return [info for info in infos if info]
 
-    return Checked
+def check_buffers(env: pufferlib.PufferEnv, *given):
+    """Refuses what was returned and is not in the buffers; what was bound to their names is."""
+    for name, buffer, returned in zip(BUFFERS, env.pufferlibs, given):
+        bound = getattr(env, name)
+        if bound is not buffer:
+            buffer[:] = bound
+            setattr(env, name, buffer)
+        if returned is not buffer and returned is not None and not np.array_equal(returned, buffer):
+            raise APIUsageError(
+                f"it returns {name} that are not in its buffer, which is what PufferLib reads: "
+                f"self.{name}[:] = ..."
+            )
+
+
+def list_of(infos) -> list:
+    if infos is None:
+        return []
+    if isinstance(infos, Mapping):
+        return [infos]
+    return [info for info in infos if info]
 
 
 def environment_maker(env_id: str, kwargs: dict) -> Callable:
@@ -1066,7 +1085,7 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         sys.modules["torch"].manual_seed(seed)
     try:
         with torch_kept(in_workers=num_workers > 0):
-            return vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
+            vecenv = vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
     except gym.error.Error as error:  # such as a package that is missing
         raise APIUsageError(str(error)) from error
     except TypeError as error:
@@ -1075,6 +1094,12 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
         if gymnasium_raised(error):  # it is no gymnasium.Env
             raise APIUsageError(str(error)) from error
         raise
+    space = vecenv.single_action_space
+    whole = isinstance(space, Box) and space.dtype.kind != "f"
+    if whole or np.any(getattr(space, "start", 0)):  # of a PufferEnv of one's own
+        vecenv.close()
+        raise APIUsageError(f"actions of a PufferEnv begin at 0, whole ones in no Box: {space}")
+    return vecenv
 
 
 def vectorize(maker: Callable, num_envs: int, num_workers: int, seed: int):

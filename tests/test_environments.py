@@ -167,7 +167,7 @@ def test_what_would_mislead_without_a_word_is_said(capfd):
             "final_obs it resets itself",
         ),
         ({"observation": [1.0], "info": {"final_obs": torch.ones(1)}}, None),
-        ({"info": {"final_obs": None}}, None),
+        ({"info": {"final_obs": None, "final_observation": {}}}, None),
         ({"observation": np.zeros(1), "info": {"final_observation": np.zeros(1)}}, None),
         ({"info": {"TimeLimit.truncated": np.zeros(2)}}, None),
         ({"info": {"TimeLimit.truncated": True}}, "an end was a time limit"),
@@ -191,9 +191,10 @@ def test_what_step_returns_and_its_info_or_space_denies_is_said_once(script, sai
         ({"space": gym.spaces.OneOf((UNIT, Discrete(2)))}, "OneOf"),
         ({"space": Dict(a=UNIT, b=gym.spaces.Graph(UNIT, None))}, "Graph"),
         ({"space": Dict(mission=gym.spaces.Text(9))}, "number"),
-        ({"acts": gym.spaces.Sequence(Discrete(2))}, "Sequence"),
+        ({"acts": gym.spaces.Sequence(Discrete(2))}, "an action of Sequence is not supported"),
         ({"acts": Dict(a=Discrete(2), b=UNIT)}, "Box"),
         ({"acts": Tuple((UNIT, Box(0, 9, (1,), np.int32)))}, "whole numbers and fractions"),
+        ({"acts": Dict(a=UNIT, b=Dict({}))}, "an action of Dict.* is not supported"),
     ],
 )
 def test_space_that_cannot_be_is_refused_at_once(spaces, named):
@@ -247,6 +248,7 @@ def test_action_reaches_the_environment(space, numbers, taken):
         (Box(-40, 40, (2,)), "from -40 to 40.*RescaleAction"),
         (Box(-0.01, 0.01, (1,)), "from -0.01 to 0.01.*RescaleAction"),
         (Box(0, 255, (1,), np.uint8), "from 0 to 255.*TransformAction"),
+        (Dict(a=UNIT, b=Box(50, 100, (1,))), "from 50 to 100.*TransformAction"),
         (Box(np.array([-1, 2.0]), np.array([1, np.inf])), "from 2 to inf.*TransformAction"),
         (Box(-2, 2, (1,)), None),
         (Box(0, 1, (1,)), None),
@@ -334,9 +336,14 @@ class Own(pufferlib.PufferEnv):
 
     def step(self, actions):
         self.rewards[:] = np.inf if self.kind == "infinite" else 1
-        infos = {"none": [None, {"score": 3}], "one": {"score": 3}}.get(self.kind, [])
-        rewards = np.ones(1) if self.kind == "apart" else self.rewards
-        return self.observations, rewards, self.terminals, self.truncations, infos
+        if self.kind == "bound":
+            self.rewards = np.full(1, 2.0)
+        rewards = np.full(1, 5.0) if self.kind == "apart" else self.rewards
+        infos = {"some": [None, {"score": 3}], "one": {"score": 3}, "no": None}.get(self.kind, [])
+        return self.observations, rewards, None, [False], infos
+
+    def check(self):  # a name that means nothing here
+        raise NotImplementedError
 
     def close(self):
         pass
@@ -352,7 +359,7 @@ class Seedless(Own):
     [
         ("Own", "start", "actions of a PufferEnv begin at 0.*start=1"),
         ("Own", "whole", "whole ones in no Box"),
-        ("Own", "apart", r"write into self.observations\[:\]"),
+        ("Own", "apart", r"rewards that are not in its buffer.*self.rewards\[:\] = "),
         ("Own", "infinite", "a reward is not finite"),
         ("Seedless", "", "Seedless.reset should take a seed"),
     ],
@@ -364,10 +371,19 @@ def test_what_a_pufferenv_of_ones_own_gets_wrong_is_named(name, kind, named):
         envs.send(np.zeros(1, np.int64))
 
 
-@pytest.mark.parametrize("kind", ["none", "one"])
-def test_infos_of_a_pufferenv_of_ones_own_may_be_none_or_one(kind):
-    _, envs = rollout(adapters.make("tests.test_environments:Own", {"kind": kind}, 1, 0, 1), 2)
-    assert envs.means()["env/score"] == 3
+@pytest.mark.parametrize(
+    ("kind", "reward", "scores"),
+    [("some", 1, [3]), ("one", 1, [3]), ("no", 1, []), ("bound", 2, []), ("", 1, [])],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_pufferenv_of_ones_own_may_bind_its_buffers_names_and_tell_little(
+    kind, reward, scores, num_workers
+):
+    vecenv = adapters.make("tests.test_environments:Own", {"kind": kind}, 1, num_workers, 1)
+    rows, envs = rollout(vecenv, 2)
+    assert rows[1, 0].tolist() == [0, reward, 0, 1]
+    assert [value for value, _ in envs.logs["score"]] == scores
+    envs.close()
 
 
 def test_a_vector_environment_alone_is_named(monkeypatch):
@@ -900,8 +916,8 @@ def test_every_environment_is_made_once_and_reset_once_with_its_seed():
 
 def test_what_an_environment_draws_while_it_is_made_is_seeded(monkeypatch):
     def make_one():
-        drawn = [np.random.random(), random.random()]
-        return Scripted(observation=drawn, space=Box(0, 1, (2,)))
+        drawn = [np.random.random(), random.random(), torch.rand(1).item()]
+        return Scripted(observation=drawn, space=Box(0, 1, (3,)))
 
     register_once(monkeypatch, make_one)
     first, second = (adapters.make("Its-v0", {}, 2, 0, 1).reset()[0] for _ in range(2))

@@ -77,7 +77,9 @@ def test_run_has_its_name_script_end_weights_state_and_every_argument_as_resolve
     config = yaml.safe_load((finished.run / "config.yaml").read_text())
     assert set(config) == set(vars(ppo.Args())) | {"auto"}
     assert (config["num_envs"], config["env_id"], config["compile"]) == (16, "breakout", False)
-    assert config["device"] in ("cpu", "cuda") and config["num_workers"] is not None
+    assert config["num_workers"] is not None
+    args, _ = ppo.parse_args(["--env-id", "cartpole"])
+    assert args.device == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_every_interval_has_its_values_in_metrics_and_a_parseable_line_on_stdout(finished):

@@ -165,7 +165,7 @@ def compiled_run(factor: float, folder) -> tuple[dict, float]:
 
 
 def test_second_start_finds_every_function_and_a_changed_loss_is_compiled_anew(tmp_path):
-    """And two ranks, each of these sizes, have but their own draw of minibatches to compile."""
+    """And two ranks, each of these sizes, train with what was compiled."""
     first, norm = compiled_run(1, tmp_path)
     assert first["autograd_cache_miss"] == first["total"] >= 4
     changed, other = compiled_run(3, tmp_path)
@@ -178,5 +178,6 @@ def test_second_start_finds_every_function_and_a_changed_loss_is_compiled_anew(t
     run = train(*GAME, *sizes, cwd=tmp_path / "ranks", env=cache)
     assert end_of(run)["exit_reason"] == "completed"
     assert read_metrics(run)[0]["step"] == 8 * 3 * 2  # environments, agents, steps
-    last = read_metrics(run)[-1]
-    assert 0.3 < last["episodic_return"] / last["episodic_length"] <= 1
+    last = [row for row in read_metrics(run) if "episodic_return" in row][-10:]
+    returns = sum(row["episodic_return"] for row in last)
+    assert 0.3 < returns / sum(row["episodic_length"] for row in last) <= 1

@@ -576,6 +576,7 @@ def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another
     "wrong, right, message",
     [
         (["--", "--mode", "refuses"], ["--", "--mode", "good"], "error: --mode refuses: wrong"),
+        (["--space", "wrong.yaml"], [], "error: --mode refuses: wrong"),
         (
             ["--", "--mode", "episodes"],
             ["--metric", "episodic_return", "--", "--mode", "episodes"],
@@ -586,6 +587,7 @@ def test_a_finished_study_goes_on_with_more_trials_and_refuses_to_become_another
 def test_a_command_that_is_wrong_ends_at_its_first_trial_and_goes_on_corrected(
     toy, wrong, right, message
 ):
+    (toy / "wrong.yaml").write_text("mode: [refuses]")
     printed = finish(toy_command("--num-trials", 2, "--workers", 2, *wrong), toy, 2)
     assert message in printed and "Traceback" not in printed
     finish(toy_command("--num-trials", 2, *right), toy)

@@ -141,7 +141,7 @@ class Trained:
         path = self.path.absolute()  # environments may change the folder
         seed = pufferlib.env_seed(args.seed, 2**40)  # training takes the iteration of its start
         torch.manual_seed(seed)
-        self.envs = self.script.make_envs(args, seed, num_envs)  # seeds random and numpy
+        self.envs = self.script.make_envs(args, seed, num_envs)  # seeds random, numpy and torch
         spaces = self.envs.observation_space, self.envs.action_space
         self.agent = self.script.Agent(*spaces, args).to(args.device)
         load_weights(self.agent, path)
