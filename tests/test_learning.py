@@ -1,4 +1,4 @@
-"""Learning is the proof: each trains for real on one core, within a minute."""
+"""Learning is the proof: each trains for real on one core, within two minutes."""
 
 import pytest
 import torch
