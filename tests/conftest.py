@@ -82,7 +82,7 @@ def wait_for(condition, process=None, timeout: float = 120):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A finished small run with checkpoints after 4 and 8 iterations, which no test changes."""
+    """A small finished run, saved after 4 and 8 iterations. Its files stay as they are."""
     folder = tmp_path_factory.mktemp("finished")
     result = run_script("--device", "cpu", "--checkpoint-interval", "4", cwd=folder)
     assert result.returncode == 0, result.stderr
