@@ -49,7 +49,7 @@ for name in "stdout", "stderr":
 def say(text: str, file=None):
     """Prints a line for people. Who reads it may be gone, or its disk full: training goes on."""
     file = file or sys.stderr
-    if file.closed:  # by an environment
+    if getattr(file, "closed", False):  # by an environment
         return
     try:
         print(re.sub(r"\s*\n\s*", " ", text), file=file, flush=True)  # an array in it has several
@@ -1012,7 +1012,9 @@ def check_buffers(env: pufferlib.PufferEnv, *given):
         if bound is not buffer:
             buffer[:] = bound
             setattr(env, name, buffer)
-        if returned is not buffer and returned is not None and not np.array_equal(returned, buffer):
+        if returned is None or returned is bound:
+            continue
+        if not np.array_equal(np.asarray(returned, buffer.dtype), buffer):
             raise APIUsageError(
                 f"it returns {name} that are not in its buffer, which is what PufferLib reads: "
                 f"self.{name}[:] = ..."
