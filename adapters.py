@@ -618,7 +618,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 else:
                     self.step_one(i, own_actions, infos)
             self.check_finite()
-        infos = [info for info in infos if info]
+        infos = list_of(infos)
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
     def clear(self):
@@ -1022,6 +1022,7 @@ def check_buffers(env: pufferlib.PufferEnv, *given):
 
 
 def list_of(infos) -> list:
+    """Those that say something; one alone, or None, may stand for a list."""
     if infos is None:
         return []
     if isinstance(infos, Mapping):

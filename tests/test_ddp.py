@@ -451,7 +451,7 @@ def test_what_one_rank_is_told_all_do(tmp_path, signum):
     assert not errors("".join(stderr))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_torchrun_that_ends_leaves_a_checkpoint_and_no_process(start, tmp_path, signum):
     job = start(*LONG, options=["--max-restarts=2"])
     run = first_checkpoint(tmp_path, job)
@@ -460,7 +460,7 @@ def test_torchrun_that_ends_leaves_a_checkpoint_and_no_process(start, tmp_path, 
     assert job.wait(60) != 0
     assert not alive(ranks.values(), 30)
     end = end_of(run)
-    assert end["exit_reason"] == "sigterm"
+    assert end["exit_reason"] == ("sighup" if signum == signal.SIGHUP else "sigterm")
     assert checkpoint(run)["step"] == end["step"]
     output = (tmp_path / "output").read_text()
     assert output.count(f"run: {tmp_path}/runs/") == 1  # told to stop, it stays so

@@ -178,6 +178,7 @@ def test_resumed_run_goes_on_as_if_uninterrupted(killed, tmp_path):
     rates = [0.06 * 64 ** (-n / 40) for n in range(40)]
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     assert checkpoint(resumed)["step"] == rows[-1]["step"] == 40 * STEPS
+    assert not list(resumed.glob("*.tmp"))
     times = [row["time"] for row in rows]
     assert times == sorted(times), "time counts on"
 
@@ -199,17 +200,24 @@ gymnasium.register("Wanders-v0", Wanders)
     assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
-@pytest.mark.parametrize("times", [3, 0.5])
-def test_a_checkpoint_alone_goes_on_to_its_total_with_another_batch_size(killed, tmp_path, times):
+@pytest.mark.parametrize(("times", "whole"), [(3, True), (0.5, False)])
+def test_a_run_or_its_checkpoint_alone_goes_on_to_its_total_with_another_batch_size(
+    killed, tmp_path, times, whole
+):
     copied = tmp_path / "runs/copied"
-    copied.mkdir(parents=True)
-    shutil.copy(killed / "trainer_state.pt", copied)
+    shutil.copytree(killed, copied)
+    for path in copied.iterdir():
+        if not whole and path.name != "trainer_state.pt":
+            path.unlink()
     arguments = ["--resume", "latest", "--num-envs", int(16 * times)]
     assert succeed(*arguments, cwd=tmp_path, small=False) == copied
     assert 40 * STEPS <= checkpoint(copied)["step"] < 40 * STEPS + times * STEPS
+    before = read_metrics(killed)[:20]
     rows = read_metrics(copied)
-    assert [row["iteration"] for row in rows] == [*range(21, 21 + math.ceil(20 / times))]
-    rates = [row["learning_rate"] for row in (*read_metrics(killed)[:20], *rows)]
+    rows = rows if whole else before + rows
+    assert rows[:20] == before
+    assert [row["iteration"] for row in rows[20:]] == [*range(21, 21 + math.ceil(20 / times))]
+    rates = [row["learning_rate"] for row in rows]
     assert rates == sorted(rates, reverse=True), "the schedule goes on where it was"
 
 

@@ -456,7 +456,7 @@ def start_endless(toy, *arguments, **options):
     return process
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
     process = start_endless(toy)
     process.send_signal(signum)
