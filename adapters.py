@@ -518,6 +518,9 @@ class NotFinite(APIUsageError):
     """An observation, a reward or a loss is NaN or infinite."""
 
 
+LONG = 10_000  # steps in which an episode should have ended
+
+
 class AdaptedEnvs(pufferlib.PufferEnv):
     """num_envs environments that make_one makes, stepped in turn, written into PufferLib's buffers.
 
@@ -540,6 +543,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.warned = set()  # what was said of agents
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
+        self.any_ended = False
         try:
             said = buf is not None or os.getenv("RANK", "0") != "0"  # by the first of all
             remark = self.said_already if said else say
@@ -618,6 +622,10 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 else:
                     self.step_one(i, own_actions, infos)
             self.check_finite()
+        first = self.env_number == 0 and os.getenv("RANK", "0") == "0"
+        if self.steps == LONG and first and not self.any_ended:
+            limit = "a limit ends one (of Gymnasium's: --env.max_episode_steps 1000)"
+            say(f"no episode has ended in {LONG} steps, so there is no return to log; {limit}")
         infos = list_of(infos)
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
@@ -652,7 +660,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         except UNFIT as error:
             problem = f"is {terminated!r:.80}, {truncated!r:.80}, where two truth values should be"
             raise self.wrong("end (terminated, truncated)", row, problem) from error
-        return self.terminals[row] or self.truncations[row]
+        over = self.terminals[row] or self.truncations[row]
+        self.any_ended |= bool(over)
+        return over
 
     def check_finite(self):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):

@@ -184,6 +184,15 @@ def test_what_step_returns_and_its_info_or_space_denies_is_said_once(script, sai
     assert err.count("warning") == (said is not None) and (said or "") in err
 
 
+@pytest.mark.parametrize("length", [9, 10, 11])
+def test_that_no_episode_ends_is_said_once(length, monkeypatch, capfd):
+    monkeypatch.setattr(adapters, "LONG", 10)
+    envs = adapted(num_envs=2, length=length)
+    envs.reset(seed=1)
+    step(envs, 30)
+    assert capfd.readouterr().err.count("no episode has ended in 10 steps") == (length > 10)
+
+
 @pytest.mark.parametrize(
     ("spaces", "named"),
     [
