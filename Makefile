@@ -94,7 +94,7 @@ export: setup  ## the newest run's policy as ONNX: ARGS="latest --out policy.onn
 repeat: setup  ## a run again: same to the bit? RUN=runs/RUN
 	$(PY) tools/repeat.py $(or $(RUN),latest) $(ARGS)
 
-test: setup  ## the tests (four to nine minutes on two cores)
+test: setup  ## the tests (four to ten minutes on two cores)
 	$(PY) -m pytest $(ARGS)
 	@echo "the tests of ppo_lstm_puffer_xla.py are run by: make test-xla"
 
