@@ -544,8 +544,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
         self.any_ended = False
+        self.in_first_rank = os.getenv("RANK", "0") == "0"
         try:
-            said = buf is not None or os.getenv("RANK", "0") != "0"  # by the first of all
+            said = buf is not None or not self.in_first_rank  # by the first of all
             remark = self.said_already if said else say
             observed, acted, self.own_action_space = self.flat_spaces(remark)
             self.single_observation_space, self.write, self.columns = observed
@@ -622,8 +623,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 else:
                     self.step_one(i, own_actions, infos)
             self.check_finite()
-        first = self.env_number == 0 and os.getenv("RANK", "0") == "0"
-        if self.steps == LONG and first and not self.any_ended:
+        self.any_ended = self.any_ended or bool((self.terminals | self.truncations).any())
+        if self.steps == LONG and not self.any_ended and self.in_first_rank and not self.env_number:
             limit = "a limit ends one (of Gymnasium's: --env.max_episode_steps 1000)"
             say(f"no episode has ended in {LONG} steps, so there is no return to log; {limit}")
         infos = list_of(infos)
@@ -660,9 +661,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         except UNFIT as error:
             problem = f"is {terminated!r:.80}, {truncated!r:.80}, where two truth values should be"
             raise self.wrong("end (terminated, truncated)", row, problem) from error
-        over = self.terminals[row] or self.truncations[row]
-        self.any_ended |= bool(over)
-        return over
+        return self.terminals[row] or self.truncations[row]
 
     def check_finite(self):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):

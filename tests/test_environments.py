@@ -706,6 +706,13 @@ def test_agents_come_and_go(script, how, agent, expected, lengths, capfd):
     assert capfd.readouterr().err.count("warning") == unsaid + plays_on
 
 
+def test_an_end_that_is_not_said_is_an_end(monkeypatch, capfd):
+    monkeypatch.setattr(adapters, "LONG", 3)
+    vecenv = adapters.PettingZooEnvs(lambda: Played([("", "")]))
+    rollout(vecenv, 5)
+    assert "no episode has ended" not in capfd.readouterr().err
+
+
 def test_agents_of_several_environments_have_rows_of_their_own_in_the_first_ones_order():
     orders = iter([["a", "b"], ["b", "a"]])
 
