@@ -23,8 +23,9 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial, update_wrapper
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial, reduce, update_wrapper
+from operator import getitem
 
 import gymnasium as gym
 import numpy as np
@@ -36,7 +37,7 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
 from pufferlib import APIUsageError, env_seed
 from pufferlib.ocean import environment as ocean
 
-BROKEN = ("connect4", "impulse_wars", "school", "tactical")  # in PufferLib 3.0.0
+BROKEN = ("connect4", "gpudrive", "impulse_wars", "school", "tactical")  # in PufferLib 3.0.0
 OCEAN = [name for name, value in ocean.MAKE_FUNCTIONS.items() if isinstance(value, str)]
 OCEAN = sorted(set(OCEAN) - set(BROKEN))
 
@@ -72,6 +73,19 @@ def signals_kept():
         for signum, handler in handlers.items():
             if signal.getsignal(signum) is not handler:
                 signal.signal(signum, handler)
+
+
+def end_at_signals():
+    """A run notes the signals and goes on; a process that its environment forks does not."""
+    for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+        handler = signal.getsignal(signum)
+        if callable(handler) and handler is not signal.default_int_handler:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+@cache
+def let_children_end():
+    os.register_at_fork(after_in_child=end_at_signals)
 
 
 def tell_of_size(observations, say: Callable):
@@ -128,8 +142,19 @@ def leaves(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, gym.Spac
         yield path, space
 
 
+def containers(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, int]]:
+    """The keys that lead to each Dict and Tuple, the whole one first, and how many parts it has."""
+    if isinstance(space, Dict | Tuple):
+        yield path, len(space.spaces)
+        parts = space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            yield from containers(part, (*path, key))
+
+
 def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
     """Its array. Sides of 1 may be there or not."""
+    if isinstance(observation, np.ma.MaskedArray) and observation.mask.any():
+        raise ValueError("some of its numbers are masked")
     array = np.asarray(observation)
     if array.dtype.kind in "cmM":
         raise ValueError(f"{array.dtype} is no real number")
@@ -145,7 +170,7 @@ def number(value) -> float:
     if isinstance(value, float | int):
         return value
     one = np.squeeze(value)
-    if getattr(one.dtype, "kind", "") == "c":
+    if isinstance(one, np.ndarray | np.generic) and one.dtype.kind == "c":
         raise TypeError("a complex number")
     return float(one)
 
@@ -259,7 +284,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
     columns = {}
     writers = []
     size = 0
-    count = len(space.spaces) if isinstance(space, Dict | Tuple) else 0
+    counts = list(containers(space))
     for path, part in leaves(space):
         name = "/".join(map(str, path))
         if path and is_text(part):
@@ -279,14 +304,13 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
         raise APIUsageError(f"an observation of {size} numbers is not supported")
 
     def write(row: np.ndarray, observation):
-        if count and isinstance(observation, Mapping | tuple | list) and len(observation) > count:
-            extra = f"an observation has {len(observation)} parts, and its space {count}"
-            say_once(say, f"warning: {extra}: the others are left out")
+        for path, count in counts:
+            part = reduce(getitem, path, observation)
+            if isinstance(part, Mapping | tuple | list) and len(part) > count:
+                extra = f"an observation has {len(part)} parts, and its space {count}"
+                say_once(say, f"warning: {extra}: the others are left out")
         for path, part_columns, write_part in writers:
-            part = observation
-            for key in path:
-                part = part[key]
-            write_part(row[part_columns], part)
+            write_part(row[part_columns], reduce(getitem, path, observation))
 
     return Box(-np.inf, np.inf, (size,), np.float32), write, columns
 
@@ -411,6 +435,16 @@ def numbers_in(info: Mapping | None, prefix="", depth=5) -> Iterator[tuple[str, 
             yield f"{prefix}{key}", float(value)  # not NaN: the mean is of those that have it
 
 
+def attribute(owner, name: str):
+    """None if there is none of this name. An error within a property is the user's own."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        if error.name != name:
+            raise
+        return None
+
+
 RESET = ("reset", "observation, info")
 STEP = ("step", "observation, reward, terminated, truncated, info")
 UNFIT = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)  # of what is no number
@@ -436,6 +470,11 @@ def begin(env, seed: int | None) -> tuple:
     state = torch and torch.get_rng_state()
     on_gpu = torch and torch.cuda.is_initialized()
     gpu_state = torch.cuda.get_rng_state() if on_gpu else None
+    if seed is not None and isinstance(env, gym.Env):  # for those that forget super().reset
+        with contextlib.suppress(AttributeError):  # its own, without a setter
+            env.unwrapped.np_random = gym.utils.seeding.np_random(seed)[0]
+        env.action_space.seed(seed)
+        env.observation_space.seed(seed)
     try:
         return parts(env.reset(seed=seed), *RESET)
     except TypeError as error:
@@ -468,6 +507,10 @@ def refusals():
     try:
         try:
             yield
+        except SystemExit as error:
+            *_, place = traceback.extract_tb(error.__traceback__)
+            text = f"it calls sys.exit, in {place.filename}, line {place.lineno}"
+            raise APIUsageError(text) from error
         except (TypeError, ValueError) as error:
             if "unpack" not in str(error) or not gymnasium_raised(error):
                 raise
@@ -519,6 +562,7 @@ class NotFinite(APIUsageError):
 
 
 LONG = 10_000  # steps in which an episode should have ended
+COPIES = 8  # whose episodes should not begin alike
 
 
 class AdaptedEnvs(pufferlib.PufferEnv):
@@ -588,7 +632,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         """One more environment. It must be another one, with the spaces of the first."""
         agents = self.agents
         env = self.make_one()
-        if getattr(env, "unwrapped", env) is getattr(self.envs[0], "unwrapped", self.envs[0]):
+        objects = [getattr(one, "unwrapped", one) for one in (env, *self.envs)]
+        if any(one is objects[0] for one in objects[1:]):
             raise APIUsageError("one object is given as several environments; make a new one")
         self.envs.append(env)
         (seen, _, columns), _, own_action_space = self.flat_spaces(self.said_already)
@@ -606,8 +651,11 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             while len(self.envs) < self.num_envs:
                 self.add_one()
             self.clear()
+            compared = COPIES if self.in_first_rank and not self.env_number else 0
+            self.starts = [[] for _ in range(compared)] if self.num_envs >= COPIES else []
             for i in range(self.num_envs):
                 self.reset_one(i, env_seed(seed, i))
+                self.compare_starts(i)
             self.check_finite()
         return self.observations, []
 
@@ -620,6 +668,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             for i in range(self.num_envs):
                 if self.over[i]:
                     self.reset_one(i)
+                    self.compare_starts(i)
                 else:
                     self.step_one(i, own_actions, infos)
             self.check_finite()
@@ -630,11 +679,36 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         infos = list_of(infos)
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
+    def check_action_space(self, space: gym.Space):
+        if space != self.own_action_space:
+            raise APIUsageError(
+                f"it changes its action_space from {self.own_action_space!s:.80} to {space!s:.80}; "
+                "it should be there from the start, and stay"
+            )
+
+    def compare_starts(self, i: int):
+        """Says once if the first copies' first two episodes begin as if reset did not draw anew."""
+        if i >= len(self.starts) or len(self.starts[i]) == 2:
+            return
+        agents = len(self.agents)
+        self.starts[i].append(self.observations[i * agents : (i + 1) * agents].copy())
+        if any(len(starts) < 2 for starts in self.starts):
+            return
+        first, second = np.swapaxes(self.starts, 0, 1)  # (copies, agents, *obs)
+        again = bool((second == first).all())
+        alike = bool((second == second[0]).all())
+        if again != alike:  # both: its episodes always begin so; neither: they are drawn
+            all_alike = f"{len(first)} copies begin their second episode alike"
+            text = "each copy begins its second episode as its first" if again else all_alike
+            say(f"warning: {text}; does reset seed itself where seed is None?")
+        self.starts = []
+
     def clear(self):
         self.rewards[:] = 0
         self.terminals[:] = False
         self.truncations[:] = False
 
+    @np.errstate(under="ignore")  # 1e-60 is 0, whatever an environment has set for itself
     def observe(self, row: int, observation):
         try:
             self.write(self.observations[row], observation)
@@ -694,15 +768,11 @@ class GymnasiumEnvs(AdaptedEnvs):
     remedy = "; gymnasium.wrappers.Transform{} can replace it"
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
-        return getattr(env, "observation_space", None), getattr(env, "action_space", None)
+        return attribute(env, "observation_space"), attribute(env, "action_space")
 
     def reset_one(self, i: int, seed: int | None = None):
         observation, _ = begin(self.envs[i], seed)
-        if self.envs[i].action_space != self.own_action_space:
-            raise APIUsageError(
-                f"its reset changes its action_space from {self.own_action_space!s:.80} to "
-                f"{self.envs[i].action_space!s:.80}; it should be there before, and stay"
-            )
+        self.check_action_space(self.envs[i].action_space)
         self.observe(i, observation)
         self.over[i] = False
 
@@ -713,6 +783,7 @@ class GymnasiumEnvs(AdaptedEnvs):
         self.reward(i, reward)
         if self.end(i, terminated, truncated):
             self.over[i] = True
+            self.check_action_space(self.envs[i].action_space)
             infos.append(dict(numbers_in(info)))
             if isinstance(info, Mapping):
                 self.warn_of_end(i, info)
@@ -741,19 +812,26 @@ class GymnasiumEnvs(AdaptedEnvs):
 TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
 
 
+def agents_of(env, name: str) -> list:
+    """Those of its agents or possible_agents; none if it has no such names."""
+    agents = attribute(env, name)
+    return list(agents) if isinstance(agents, Iterable) else []
+
+
 class PettingZooEnvs(AdaptedEnvs):
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent. self.agents become those that are possible in env."""
         if hasattr(env, "agent_iter"):
             raise APIUsageError(f"an AEC environment; {TO_PARALLEL}")
-        agents = getattr(env, "possible_agents", None)
-        self.agents = [] if agents is None else list(agents)
+        self.agents = agents_of(env, "possible_agents")
         if not self.agents:
             raise APIUsageError("it has no possible_agents")
+        if len({*self.agents}) < len(self.agents):
+            raise APIUsageError(f"its possible_agents have one twice: {self.agents}")
         first = self.agents[0]
         pads = {"observation_space": "pad_observations_v0", "action_space": "pad_action_space_v0"}
         for name, pad in pads.items():
-            space_of = getattr(env, name, None)
+            space_of = attribute(env, name)
             if not callable(space_of):
                 raise APIUsageError(f"its {name} should be a method: the space of an agent")
             for agent in self.agents:
@@ -804,9 +882,11 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def reset_one(self, i: int, seed: int | None = None):
         observations, _ = begin(self.envs[i], seed)
-        agents = list(self.envs[i].agents)
+        agents = agents_of(self.envs[i], "agents")
         if not agents:
             raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
+        for agent in agents:
+            self.check_action_space(self.envs[i].action_space(agent))
         self.show(i, observations, agents)
         self.ended[i] = set()
         self.over[i] = False
@@ -814,12 +894,12 @@ class PettingZooEnvs(AdaptedEnvs):
     def step_one(self, i: int, own_actions: list, infos: list):
         env = self.envs[i]
         rows = self.rows(i)
-        playing = list(env.agents)
+        playing = agents_of(env, "agents")
         self.check_names("agents", dict.fromkeys(playing), playing)
         actions = {agent: own_actions[rows[agent]] for agent in playing}
         result = [{} if part is None else part for part in parts(env.step(actions), *STEP)]
         observations, rewards, terminations, truncations, agent_infos = result
-        agents = list(env.agents)
+        agents = agents_of(env, "agents")
         begun = [agent for agent in agents if agent not in playing]
         seen_before = {agent for agent in playing if self.masks[rows[agent]]}
         self.show(i, observations, playing + begun)
@@ -862,6 +942,7 @@ class Loader(yaml.SafeLoader):
     """YAML as people write it: 1e-3 is a number; a date and 16:9 are the texts that they are."""
 
 
+FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)
 yaml.SafeDumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, None)  # "1e-3" in quotes
@@ -889,6 +970,25 @@ def format_value(value) -> str:
         return json.dumps(value, ensure_ascii=False)
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
     return text.removesuffix("...\n").rstrip("\n")
+
+
+def whole_numbers(words: list[str], kind: type) -> list[str]:
+    """Words of a command line for this dataclass: where it wants a whole number, 1e6 is one."""
+    fields = dataclasses.fields(kind)
+    whole = {f"--{field.name}" for field in fields if field.type in (int, int | None)}
+    result = []
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, _, text = word.partition("=")
+        else:
+            text = word
+        if f"--{flag[2:].replace('-', '_')}" in whole and FRACTION.fullmatch(text):
+            number = float(text)
+            if number.is_integer():
+                word = word.removesuffix(text) + f"{number:.0f}"
+        result.append(word)
+    return result
 
 
 # By name ------------------------------------------------------------------------------------------
@@ -1087,6 +1187,7 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     """
     global started_in
     started_in = pathlib.Path.cwd()
+    let_children_end()
     if num_envs % max(num_workers, 1):
         raise APIUsageError(
             f"--num-envs, {num_envs} of this process: must be a multiple of --num-workers {num_workers}"
@@ -1096,14 +1197,14 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
     try:
-        with torch_kept(in_workers=num_workers > 0):
+        with torch_kept(in_workers=num_workers > 0), refusals():
             vecenv = vectorize(environment_maker(env_id, kwargs), num_envs, num_workers, seed)
     except gym.error.Error as error:  # such as a package that is missing
         raise APIUsageError(str(error)) from error
-    except TypeError as error:
+    except (TypeError, ValueError, AssertionError) as error:
         if any(f"unexpected keyword argument '{key}'" in str(error) for key in kwargs):
             raise APIUsageError(f"--env: {error}") from error
-        if gymnasium_raised(error):  # it is no gymnasium.Env
+        if gymnasium_raised(error):  # such as of what is no gymnasium.Env
             raise APIUsageError(str(error)) from error
         raise
     space = vecenv.single_action_space

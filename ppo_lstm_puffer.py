@@ -15,7 +15,6 @@ import io
 import json
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -564,9 +563,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
-        if not all(map(math.isfinite, losses.values())):
-            seen = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
-            raise adapters.NotFinite(f"{losses}; largest {seen}; docs/trouble.md")
+        norms = map(torch.sum, agent.buffers())  # of --norm-obs and --norm-rewards
+        if not all(map(math.isfinite, (*losses.values(), *norms))):
+            seen = f"{observations.abs().max():.2g}, {last_rewards.abs().max():.2g}"
+            raise adapters.NotFinite(f"{losses}; observation, reward up to {seen}; docs/trouble.md")
         over = run.exit_reason is not None
         if run.iteration % args.log_interval == 0 or over:
             of_rollout = rollout_values, rewards, dones, valid[:T], torch.ones_like(ratio), args
@@ -763,6 +763,8 @@ def open_folder(args: Args, resumed: dict | None):
         folder.mkdir(parents=True, exist_ok=resumed is not None)
         jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once
         adapters.lock(jsonl)
+        if resumed and load_checkpoint(folder, "")["iteration"] != resumed["iteration"]:
+            fail(f"--resume {folder}: it was still on, and has a newer checkpoint now; once more")
     except FileExistsError as error:
         if not folder.is_dir():  # a file is in the way, or a link to nowhere
             fail(f"--output-dir {args.output_dir}: {error}")
@@ -811,7 +813,7 @@ class Run(contextlib.AbstractContextManager):
                     # Learning rates and momenta are not taken: flags win.
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            fail(f"--resume {self.folder}: another --env-id, --hidden-size? {error!r:.200}")
+            fail(f"--resume {self.folder}: another --env-id, network, --optimizer? {error!r:.200}")
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
         self.jsonl.truncate(size)  # the lines after it will come again
         config = yaml.safe_dump(self.config, sort_keys=False)
@@ -866,7 +868,7 @@ class Run(contextlib.AbstractContextManager):
 
     def log(self, losses: dict[str, float], learning_rate: float):
         """A line of metrics.jsonl and of stdout, and TensorBoard's scalars."""
-        seconds = time.perf_counter() - self.last_log
+        seconds = time.perf_counter() - self.last_log if self.step > self.last_step else math.nan
         row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
         row |= self.envs.means() | {f"losses/{name}": loss for name, loss in losses.items()}
         row["time/env"] = self.envs.seconds / seconds  # these three are shares
@@ -905,7 +907,7 @@ class Run(contextlib.AbstractContextManager):
         if self.profiler:
             self.profiler.stop()
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
-        finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
+        finite = self.compiled and all(p.isfinite().all() for p in self.agent.state_dict().values())
         try:
             if finite:
                 self.save()
@@ -934,27 +936,25 @@ def as_words(config: dict[str, Any]) -> list[str]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 words.append(f"{flag}.{key}={adapters.format_value(item)}")
-        else:
-            whole = isinstance(value, float) and value.is_integer()
-            words += [flag, str(int(value) if whole else value)]
-    return words
+        else:  # a value of "-x" would be a flag
+            words += [f"{flag}={value}"] if str(value)[:1] == "-" else [flag, str(value)]
+    return adapters.whole_numbers(words, Args)
 
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
-    words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
+    words = adapters.whole_numbers(words, Args)
     parse_known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
     given, _ = parse_known(args=words)
     resumed = None
-    if given.config:
+    if given.config is not None:
         try:
             text = Path(os.path.expanduser(given.config)).read_text()
             words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
         given, _ = parse_known(args=words)  # the file may have a resume or an output_dir
-    if given.resume:
+    if given.resume is not None:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]
     # tyro takes the keys of a dictionary from its default.
@@ -1010,7 +1010,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
             set_up_torch(args, envs, seed)  # after it: an environment may seed torch
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (ChildProcessError, pufferlib.APIUsageError) as error:
+    except pufferlib.APIUsageError as error:
         say(f"error: {error}")
         return 1
     return 128 + run.signals[0] if run.signals and run.step < args.total_timesteps else 0

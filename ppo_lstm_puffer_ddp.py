@@ -594,9 +594,10 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
-        if not all(map(math.isfinite, losses.values())):
-            seen = f"observation {observations.abs().max():.2g}, reward {rewards.abs().max():.2g}"
-            raise adapters.NotFinite(f"{losses}; largest {seen}; docs/trouble.md")
+        norms = map(torch.sum, agent.buffers())  # of --norm-obs and --norm-rewards
+        if not all(map(math.isfinite, (*losses.values(), *norms))):
+            seen = f"{observations.abs().max():.2g}, {last_rewards.abs().max():.2g}"
+            raise adapters.NotFinite(f"{losses}; observation, reward up to {seen}; docs/trouble.md")
         over = run.exit_reason is not None
         if run.iteration % args.log_interval == 0 or over:
             of_rollout = rollout_values, rewards, dones, valid[:T], torch.ones_like(ratio), args
@@ -862,6 +863,8 @@ def open_folder(args: Args, resumed: dict | None):
         folder.mkdir(parents=True, exist_ok=resumed is not None or "RANK" in os.environ)
         jsonl = (folder / "metrics.jsonl").open("a", buffering=1)  # a line at once
         adapters.lock(jsonl)
+        if resumed and load_checkpoint(folder, "")["iteration"] != resumed["iteration"]:
+            fail(f"--resume {folder}: it was still on, and has a newer checkpoint now; once more")
     except FileExistsError as error:
         if not folder.is_dir():  # a file is in the way, or a link to nowhere
             fail(f"--output-dir {args.output_dir}: {error}")
@@ -914,7 +917,7 @@ class Run(contextlib.AbstractContextManager):
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
             folder = self.resumed["folder"]
-            fail(f"--resume {folder}: another --env-id, --hidden-size? {error!r:.200}")
+            fail(f"--resume {folder}: another --env-id, network, --optimizer? {error!r:.200}")
         if RANK > 0:
             return
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
@@ -974,7 +977,7 @@ class Run(contextlib.AbstractContextManager):
 
     def log(self, losses: dict[str, float], learning_rate: float):
         """A line of metrics.jsonl and of stdout, and TensorBoard's scalars."""
-        seconds = time.perf_counter() - self.last_log
+        seconds = time.perf_counter() - self.last_log if self.step > self.last_step else math.nan
         row = {"sps": (self.step - self.last_step) / seconds, "learning_rate": learning_rate}
         row |= self.envs.means() | {f"losses/{name}": loss for name, loss in losses.items()}
         if RANK > 0:  # it took part in the means
@@ -1015,7 +1018,7 @@ class Run(contextlib.AbstractContextManager):
         if self.profiler:
             self.profiler.stop()
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
-        finite = self.compiled and all(p.isfinite().all() for p in self.agent.parameters())
+        finite = self.compiled and all(p.isfinite().all() for p in self.agent.state_dict().values())
         try:
             if finite:
                 self.save()
@@ -1044,27 +1047,25 @@ def as_words(config: dict[str, Any]) -> list[str]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 words.append(f"{flag}.{key}={adapters.format_value(item)}")
-        else:
-            whole = isinstance(value, float) and value.is_integer()
-            words += [flag, str(int(value) if whole else value)]
-    return words
+        else:  # a value of "-x" would be a flag
+            words += [f"{flag}={value}"] if str(value)[:1] == "-" else [flag, str(value)]
+    return adapters.whole_numbers(words, Args)
 
 
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    large = re.compile(r"^(--[\w-]+=)?((\d+\.?\d*|\.\d+)e\+?\d+)$")  # 1e6 is a whole number too
-    words = [large.sub(lambda found: f"{found[1] or ''}{float(found[2]):.17g}", w) for w in words]
+    words = adapters.whole_numbers(words, Args)
     parse_known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
     given, _ = parse_known(args=words)
     resumed = None
-    if given.config:
+    if given.config is not None:
         try:
             text = Path(os.path.expanduser(given.config)).read_text()
             words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
         given, _ = parse_known(args=words)  # the file may have a resume or an output_dir
-    if given.resume:
+    if given.resume is not None:
         resumed = load_checkpoint(given.resume, given.output_dir)
         words = [*as_words(resumed["config"]), *words]
     # tyro takes the keys of a dictionary from its default.
@@ -1124,8 +1125,8 @@ def main(words: list[str]) -> int:
             set_up_torch(args, envs, seed)  # after it: an environment may seed torch
             with Run(args, envs, resumed) as run:
                 train(args, envs, run)
-    except (ChildProcessError, RuntimeError) as error:
-        expected = ChildProcessError, pufferlib.APIUsageError, dist.DistError
+    except RuntimeError as error:
+        expected = pufferlib.APIUsageError, dist.DistError
         if not isinstance(error, expected) and "gloo" not in str(error):  # which has no class
             raise
         say(f"error: rank {RANK}: {error}")

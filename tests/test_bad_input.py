@@ -56,6 +56,9 @@ def refused(tmp_path, monkeypatch, capfd):
         ("--max-minibatch-size 48", "--max-minibatch-size 48 --minibatch-size"),
         ("--num-envs 0", "--num-envs 0 1"),
         ("--update-epochs 0", "--update-epochs 0"),
+        ("--resume=", "--resume"),
+        ("--config=", "--config"),
+        ("--env-id CartPole-v1 --env.max_episode_steps 0", "--env-id CartPole-v1 positive"),
         ("--gamma 1.5", "--gamma 1.5 1"),
         ("--learning-rate nan", "--learning-rate nan"),
         ("--seed -1", "--seed -1"),
@@ -87,6 +90,17 @@ def test_numbers_may_be_written_as_people_write_them():
     words = "--total-timesteps 1e6 --minibatch-size=2.048e+3 --seed 18446744073709551616"
     args, _ = ppo.parse_args(words.split())
     assert (args.total_timesteps, args.minibatch_size, args.seed) == (10**6, 2048, 2**64)
+    args, _ = ppo.parse_args(
+        ["--exp-name", "12e5678", "--env.rate", "1e6", "--learning-rate", "3e0"]
+    )
+    assert (args.exp_name, args.env, args.learning_rate) == ("12e5678", {"rate": 1e6}, 3)
+    assert isinstance(args.env["rate"], float)
+
+
+def test_a_text_that_begins_with_a_dash_is_repeated(tmp_path):
+    (tmp_path / "config.yaml").write_text("exp_name: -x\nseed: 2\n")
+    args, _ = ppo.parse_args(["--config", str(tmp_path / "config.yaml")])
+    assert (args.exp_name, args.seed) == ("-x", 2)
 
 
 def test_the_device_of_a_run_of_a_sister_is_not_taken():

@@ -2,10 +2,13 @@
 refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and in workers."""
 
 import contextlib
+import operator
 import os
 import pathlib
 import random
 import re
+import signal
+import subprocess
 import sys
 from decimal import Decimal
 from functools import partial
@@ -16,7 +19,7 @@ import numpy as np
 import pufferlib
 import pytest
 import torch
-from conftest import ROOT, train_here
+from conftest import ROOT, train_here, wait_for
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from pettingzoo import ParallelEnv
 from pufferlib import adapters
@@ -172,6 +175,10 @@ def test_what_would_mislead_without_a_word_is_said(capfd):
         ({"info": {"TimeLimit.truncated": np.zeros(2)}}, None),
         ({"info": {"TimeLimit.truncated": True}}, "an end was a time limit"),
         ({"observation": {"a": [0.0], "b": 1}, "space": Dict(a=UNIT)}, "2 parts, and its space 1"),
+        (
+            {"observation": ({"a": [0.0], "b": 1},), "space": Tuple([Dict(a=UNIT)])},
+            "2 parts, and its space 1",
+        ),
         ({"info": {"TimeLimit.truncated": False, "final": 1}}, None),
     ],
 )
@@ -182,6 +189,67 @@ def test_what_step_returns_and_its_info_or_space_denies_is_said_once(script, sai
     step(envs, 5)
     err = capfd.readouterr().err
     assert err.count("warning") == (said is not None) and (said or "") in err
+
+
+def test_a_number_below_those_of_float32_is_0_whatever_an_environment_sets_for_itself():
+    with np.errstate(all="raise"):
+        assert adapted(observation=[1e-60]).reset(seed=1)[0].tolist() == [[0]]
+
+
+class Draws(Scripted):
+    """Shows what its own generator draws; how: as it seeds that."""
+
+    def __init__(self, how):
+        super().__init__(length=1)
+        self.how = how
+        self.rng = np.random.default_rng(42)
+        self.episodes = 0
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.kept = seed if seed is not None else self.kept
+        self.episodes += 1
+        if self.how == "anew":
+            self.rng = np.random.default_rng(self.kept)
+        if self.how == "a default" or (self.how == "right" and seed is not None):
+            self.rng = np.random.default_rng(42 if seed is None else seed)
+        self.observation = [0.0 if self.how == "never" else self.rng.uniform()]
+        return self.observation, {}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("once", "8 copies begin their second episode alike"),
+        ("a default", "8 copies begin their second episode alike"),
+        ("anew", "each copy begins its second episode as its first"),
+        ("right", None),
+        ("never", None),
+    ],
+)
+@pytest.mark.parametrize("num_envs", [1, 9])
+def test_episodes_that_are_not_drawn_anew_are_said_to_be_once(how, said, num_envs, capfd):
+    envs = adapters.GymnasiumEnvs(lambda: Draws(how), num_envs)
+    envs.reset(seed=1)
+    step(envs, 9)
+    err = capfd.readouterr().err
+    assert err.count("warning") == (said is not None and num_envs > 1)
+    assert num_envs == 1 or (said or "") in err
+
+
+@pytest.mark.parametrize("draw", ["np_random.uniform", "observation_space.sample"])
+def test_who_forgets_to_seed_is_seeded(draw):
+    class Forgets(Scripted):
+        def reset(self, seed=None, options=None):
+            self.t = 0
+            return np.reshape(operator.attrgetter(draw)(self)(), 1), {}
+
+    def seen(seed: int) -> list:
+        make_one = partial(Forgets, space=Box(0, 1, (1,)))
+        return adapters.GymnasiumEnvs(make_one, 3).reset(seed=seed)[0].tolist()
+
+    assert seen(1) == seen(1)
+    assert len({number for [number] in seen(1) + seen(2)}) == 6
 
 
 @pytest.mark.parametrize("length", [9, 10, 11])
@@ -313,6 +381,7 @@ def test_reward_that_holds_one_number_is_that_number(reward):
         ({"observation": [0.5], "space": MultiDiscrete([2])}, "0.5"),
         ({"observation": [2, 1], "space": MultiBinary(2)}, "Binary"),
         ({"observation": [1j]}, "complex128 is no real number"),
+        ({"observation": np.ma.array([0.0], mask=[True])}, "some of its numbers are masked"),
         ({"length": "never"}, "end .* is 'False', "),
         ({"length": "unclear"}, "end .* is nan, "),
         ({"observation": {}, "space": Dict(a=UNIT)}, "KeyError.*a"),
@@ -455,8 +524,9 @@ def test_what_gymnasium_itself_finds_is_a_line_and_a_slip_is_its_own_error(monke
 
 def test_environments_that_are_one_or_unlike_are_refused():
     one = Scripted()
-    with pytest.raises(pufferlib.APIUsageError, match="one object is given as several"):
-        adapters.GymnasiumEnvs(lambda: one, 2).reset()
+    for objects in [one, one], [Scripted(), one, one]:
+        with pytest.raises(pufferlib.APIUsageError, match="one object is given as several"):
+            adapters.GymnasiumEnvs(partial(next, iter(objects)), len(objects)).reset()
     two = (Discrete(2), Discrete(3)), (UNIT, Box(-2, 2, (1,))), (Discrete(2), Discrete(2, start=5))
     for kinds in two:
         make_one = partial(lambda some: Scripted(acts=next(some)), iter(kinds))
@@ -479,6 +549,85 @@ def test_actions_that_change_at_a_reset_are_refused(number):
     with pytest.raises(pufferlib.APIUsageError, match="changes its action_space"):
         envs.reset()
         step(envs, 3)
+
+
+def test_actions_that_change_in_an_episode_or_of_several_agents_are_refused():
+    class Changes(Scripted):
+        def step(self, action):
+            self.action_space = Discrete(5)
+            return super().step(action)
+
+    class Grows(Played):
+        def reset(self, seed=None, options=None):
+            self.action_space = lambda agent: Discrete(5)
+            return super().reset()
+
+    for envs in adapters.GymnasiumEnvs(Changes), adapters.PettingZooEnvs(lambda: Grows(DIES)):
+        with pytest.raises(pufferlib.APIUsageError, match="changes its action_space"):
+            envs.reset()
+            step(envs, 2)
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space", "possible_agents"])
+def test_an_error_in_a_property_is_its_own(name):
+    def slip(self):
+        return self.config
+
+    base, several = (Played, [DIES]) if name == "possible_agents" else (Scripted, [])
+    envs = adapters.PettingZooEnvs if several else adapters.GymnasiumEnvs
+    broken = type("Broken", (base,), {name: property(slip, lambda self, value: None)})
+    with pytest.raises(AttributeError, match="config"):
+        envs(lambda: broken(*several))
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+def test_sys_exit_in_an_environment_is_an_error_with_its_line(monkeypatch, where):
+    register_once(monkeypatch, type("Exits", (Scripted,), {where: lambda *_, **__: sys.exit()}))
+    with pytest.raises(pufferlib.APIUsageError, match=rf"sys.exit, in {__file__}, line \d+"):
+        envs = adapters.make("Its-v0", {}, 2, 0, 1).driver_env
+        envs.reset(seed=1)
+        step(envs)
+
+
+def test_an_error_of_an_environments_process_is_its_own(monkeypatch, tmp_path):
+    class Waits(Scripted):
+        def step(self, action):
+            os.waitpid(2**22 - 3, 0)
+
+    register_once(monkeypatch, Waits)
+    with pytest.raises(ChildProcessError):
+        train_here(tmp_path, env_id="Its-v0")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["forked", "program"])
+def test_a_process_of_an_environments_own_can_be_ended(monkeypatch, num_workers, kind, capfd):
+    class Owns(Scripted):
+        def __init__(self):
+            super().__init__()
+            self.pid = os.fork() if kind == "forked" else subprocess.Popen(["sleep", "99"]).pid
+            if self.pid == 0:
+                signal.pause()
+                os._exit(0)
+
+        def close(self):
+            os.kill(self.pid, signal.SIGTERM)
+            try:
+                wait_for(lambda: os.waitpid(self.pid, os.WNOHANG)[0], timeout=3)
+            except AssertionError:
+                os.kill(self.pid, signal.SIGKILL)
+                raise
+
+    adapters.say_once.cache_clear()
+    register_once(monkeypatch, Owns)
+    with adapters.signals_kept():
+        if num_workers == 0:
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as a run's; workers have their own
+        envs = adapters.make("Its-v0", {}, 2, num_workers, 1)
+        envs.async_reset(1)
+        envs.recv()
+        envs.close()
+    assert "close fails" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -1010,7 +1159,7 @@ def test_what_is_wrong_in_a_worker_is_a_line(capfd):
     envs.reset()
     envs.receive()
     envs.send(np.zeros((2, 1), int))
-    with pytest.raises(ChildProcessError, match="exit code 1"):
+    with pytest.raises(pufferlib.vector.WorkerEnded, match="exit code 1"):
         envs.receive()
     envs.close()
     said = "error: at step 1 the reward of environment 0 is not finite; "

@@ -96,7 +96,7 @@ def test_killed_worker_is_an_error_at_recv_with_its_number_and_exit_code(make, h
     for _ in range(groups):
         vecenv.send(np.zeros(vecenv.agents_per_batch, int))
     ended = rf"worker {how['num_workers'] - 1} \(pid {process.pid}\) ended: exit code -9"
-    with pytest.raises(ChildProcessError, match=ended):
+    with pytest.raises(pufferlib.vector.WorkerEnded, match=ended):
         for _ in range(groups):
             vecenv.recv()
 

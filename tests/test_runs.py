@@ -272,6 +272,23 @@ def test_run_that_is_still_on_cannot_be_resumed(started, tmp_path):
     assert steps == list(range(STEPS, steps[-1] + 1, STEPS))
 
 
+def test_a_run_that_has_saved_since_it_was_read_is_not_set_back(tmp_path, capfd):
+    run = train_here(tmp_path, total_timesteps=64)
+    resumed = ppo.load_checkpoint(run, "")
+    newer = checkpoint(run) | {"iteration": resumed["iteration"] + 1}
+    torch.save(newer, run / "trainer_state.pt")
+    before = (run / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit):
+        train_here(tmp_path, resumed, total_timesteps=128)
+    assert "newer checkpoint" in capfd.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_the_line_of_the_first_iteration_has_no_speed(tmp_path):
+    run = train_here(tmp_path, total_timesteps=128)
+    assert ["sps" in row for row in read_metrics(run)[:2]] == [False, True]
+
+
 # Signals and what is gone.
 
 
@@ -427,10 +444,18 @@ def test_environment_that_raises_ends_the_run_with_its_reason_and_a_checkpoint(t
 
 
 @pytest.mark.parametrize(
-    ("reward", "named", "last"), [("float('nan')", "reward 40", 2), ("1e30", "1e+30", 3)]
+    ("reward", "named", "last", "scaled"),
+    [
+        ("float('nan')", "reward 40", 2, "--no-clip-rewards"),
+        ("1e30", "1e+30", 3, "--no-clip-rewards"),
+        ("1e30", "1e+30", 2, "--norm-rewards"),  # whose losses are finite in that iteration
+    ],
 )
-def test_number_not_finite_is_named_and_the_weights_before_are_kept(tmp_path, reward, named, last):
-    arguments = ["--no-clip-rewards", "--checkpoint-interval", "2"]
+def test_number_not_finite_is_named_and_what_was_before_is_kept(
+    tmp_path, reward, named, last, scaled
+):
+    interval = 2 if "clip" in scaled else 1
+    arguments = [scaled, "--checkpoint-interval", interval]
     result, run = run_failing(f"reward = {reward}", tmp_path, *arguments)
     line = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and "Traceback" not in result.stderr
