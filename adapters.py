@@ -102,6 +102,11 @@ def tell_of_clipping(rewards, say: Callable):
         say_once(say, f"rewards beyond [-1, 1] are clipped to that for learning; {more}")
 
 
+def running_statistics(agent) -> list:
+    """What --norm-obs and --norm-rewards have learned; a fork's own buffers may be infinite."""
+    return [value for name, value in agent.named_buffers() if "_norm." in name]
+
+
 # Observations -------------------------------------------------------------------------------------
 
 
@@ -306,7 +311,7 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
     def write(row: np.ndarray, observation):
         for path, count in counts:
             part = reduce(getitem, path, observation)
-            if isinstance(part, Mapping | tuple | list) and len(part) > count:
+            if len(part) > count and isinstance(part, Mapping | tuple | list):
                 extra = f"an observation has {len(part)} parts, and its space {count}"
                 say_once(say, f"warning: {extra}: the others are left out")
         for path, part_columns, write_part in writers:
@@ -471,8 +476,8 @@ def begin(env, seed: int | None) -> tuple:
     on_gpu = torch and torch.cuda.is_initialized()
     gpu_state = torch.cuda.get_rng_state() if on_gpu else None
     if seed is not None and isinstance(env, gym.Env):  # for those that forget super().reset
-        with contextlib.suppress(AttributeError):  # its own, without a setter
-            env.unwrapped.np_random = gym.utils.seeding.np_random(seed)[0]
+        if isinstance(getattr(env.unwrapped, "_np_random", 0), np.random.Generator | None):
+            env.unwrapped._np_random = gym.utils.seeding.np_random(seed)[0]  # Gymnasium's
         env.action_space.seed(seed)
         env.observation_space.seed(seed)
     try:
@@ -583,11 +588,14 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.make_one = make_one
         self.num_envs = num_envs
         self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
+        self.objects = {id(attribute(self.envs[0], "unwrapped") or self.envs[0])}
         self.over = [True] * num_envs  # the next step is a reset
         self.warned = set()  # what was said of agents
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
         self.steps = 0
         self.any_ended = False
+        self.starts = []  # see `compare_starts`
+        self.known_spaces = {}  # the objects that `check_action_space` has compared
         self.in_first_rank = os.getenv("RANK", "0") == "0"
         try:
             said = buf is not None or not self.in_first_rank  # by the first of all
@@ -632,9 +640,10 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         """One more environment. It must be another one, with the spaces of the first."""
         agents = self.agents
         env = self.make_one()
-        objects = [getattr(one, "unwrapped", one) for one in (env, *self.envs)]
-        if any(one is objects[0] for one in objects[1:]):
+        own = id(attribute(env, "unwrapped") or env)
+        if own in self.objects:
             raise APIUsageError("one object is given as several environments; make a new one")
+        self.objects.add(own)
         self.envs.append(env)
         (seen, _, columns), _, own_action_space = self.flat_spaces(self.said_already)
         if {*self.agents} != {*agents}:
@@ -679,7 +688,10 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         infos = list_of(infos)
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
-    def check_action_space(self, space: gym.Space):
+    def check_action_space(self, i: int, agent, space: gym.Space):
+        if self.known_spaces.get((i, agent)) is space:
+            return
+        self.known_spaces[i, agent] = space
         if space != self.own_action_space:
             raise APIUsageError(
                 f"it changes its action_space from {self.own_action_space!s:.80} to {space!s:.80}; "
@@ -691,13 +703,15 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         if i >= len(self.starts) or len(self.starts[i]) == 2:
             return
         agents = len(self.agents)
-        self.starts[i].append(self.observations[i * agents : (i + 1) * agents].copy())
+        rows = slice(i * agents, (i + 1) * agents)
+        self.starts[i].append(self.observations[rows][self.masks[rows]].tobytes())
         if any(len(starts) < 2 for starts in self.starts):
             return
-        first, second = np.swapaxes(self.starts, 0, 1)  # (copies, agents, *obs)
-        again = bool((second == first).all())
-        alike = bool((second == second[0]).all())
-        if again != alike:  # both: its episodes always begin so; neither: they are drawn
+        first, second = zip(*self.starts)
+        again = second == first
+        alike = len({*second}) == 1
+        few = 1 < len({*first}) < len(first)  # of which some may come again by luck
+        if again != alike and not few:  # both: all begin so; neither: they are drawn
             all_alike = f"{len(first)} copies begin their second episode alike"
             text = "each copy begins its second episode as its first" if again else all_alike
             say(f"warning: {text}; does reset seed itself where seed is None?")
@@ -772,7 +786,7 @@ class GymnasiumEnvs(AdaptedEnvs):
 
     def reset_one(self, i: int, seed: int | None = None):
         observation, _ = begin(self.envs[i], seed)
-        self.check_action_space(self.envs[i].action_space)
+        self.check_action_space(i, 0, self.envs[i].action_space)
         self.observe(i, observation)
         self.over[i] = False
 
@@ -783,7 +797,7 @@ class GymnasiumEnvs(AdaptedEnvs):
         self.reward(i, reward)
         if self.end(i, terminated, truncated):
             self.over[i] = True
-            self.check_action_space(self.envs[i].action_space)
+            self.check_action_space(i, 0, self.envs[i].action_space)
             infos.append(dict(numbers_in(info)))
             if isinstance(info, Mapping):
                 self.warn_of_end(i, info)
@@ -885,8 +899,9 @@ class PettingZooEnvs(AdaptedEnvs):
         agents = agents_of(self.envs[i], "agents")
         if not agents:
             raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
+        self.check_names("agents", dict.fromkeys(agents), agents)
         for agent in agents:
-            self.check_action_space(self.envs[i].action_space(agent))
+            self.check_action_space(i, agent, self.envs[i].action_space(agent))
         self.show(i, observations, agents)
         self.ended[i] = set()
         self.over[i] = False

@@ -563,8 +563,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
-        norms = map(torch.sum, agent.buffers())  # of --norm-obs and --norm-rewards
-        if not all(map(math.isfinite, (*losses.values(), *norms))):
+        sums = [statistic.sum() for statistic in adapters.running_statistics(agent)]
+        if not all(map(math.isfinite, (*losses.values(), *sums))):
             seen = f"{observations.abs().max():.2g}, {last_rewards.abs().max():.2g}"
             raise adapters.NotFinite(f"{losses}; observation, reward up to {seen}; docs/trouble.md")
         over = run.exit_reason is not None
@@ -907,7 +907,8 @@ class Run(contextlib.AbstractContextManager):
         if self.profiler:
             self.profiler.stop()
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
-        finite = self.compiled and all(p.isfinite().all() for p in self.agent.state_dict().values())
+        learned = [*self.agent.parameters(), *adapters.running_statistics(self.agent)]
+        finite = self.compiled and all(value.isfinite().all() for value in learned)
         try:
             if finite:
                 self.save()

@@ -558,7 +558,7 @@ def prepare(argv: list[str]) -> Sweep:
     split = (word.split("=", 1) if word[:2] == "--" else [word] for word in args.fixed)
     args.fixed = tuple(part for parts in split for part in parts)
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
-        if getattr(args, name) <= 0:
+        if not getattr(args, name) > 0:  # nor NaN
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     content = read_yaml(args.space, "--space") if args.space else yaml.load(SPACE, adapters.Loader)
     given = {word[2:].replace("-", "_") for word in args.fixed if word.startswith("--")}

@@ -213,7 +213,10 @@ class Draws(Scripted):
             self.rng = np.random.default_rng(self.kept)
         if self.how == "a default" or (self.how == "right" and seed is not None):
             self.rng = np.random.default_rng(42 if seed is None else seed)
-        self.observation = [0.0 if self.how == "never" else self.rng.uniform()]
+        seldom = self.episodes == 1 and self.kept % 2  # two starts, of which one comes seldom
+        self.observation = [self.rng.uniform()]
+        if self.how in ("never", "seldom"):
+            self.observation = [float(self.how == "seldom" and seldom)]
         return self.observation, {}
 
 
@@ -225,6 +228,7 @@ class Draws(Scripted):
         ("anew", "each copy begins its second episode as its first"),
         ("right", None),
         ("never", None),
+        ("seldom", None),
     ],
 )
 @pytest.mark.parametrize("num_envs", [1, 9])
@@ -250,6 +254,20 @@ def test_who_forgets_to_seed_is_seeded(draw):
 
     assert seen(1) == seen(1)
     assert len({number for [number] in seen(1) + seen(2)}) == 6
+
+
+def test_a_generator_of_another_kind_stays():
+    class Old(Scripted):
+        def reset(self, seed=None, options=None):
+            self.np_random.seed(seed)
+            self.t = 0
+            return [self.np_random.rand()], {}
+
+    env = Old()
+    env.np_random = np.random.RandomState(0)
+    [[seen]] = adapters.GymnasiumEnvs(lambda: env).reset(seed=1)[0].tolist()
+    drawn = np.random.RandomState(pufferlib.env_seed(1, 0)).rand()
+    assert seen == np.float32(drawn)
 
 
 @pytest.mark.parametrize("length", [9, 10, 11])
@@ -606,11 +624,14 @@ def test_a_process_of_an_environments_own_can_be_ended(monkeypatch, num_workers,
         def __init__(self):
             super().__init__()
             self.pid = os.fork() if kind == "forked" else subprocess.Popen(["sleep", "99"]).pid
-            if self.pid == 0:
+            while self.pid == 0:
                 signal.pause()
-                os._exit(0)
 
         def close(self):
+            if kind == "program":  # a Ctrl-C in the terminal is not for those of workers
+                status = pathlib.Path(f"/proc/{self.pid}/status").read_text()
+                ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+                assert ignored >> (signal.SIGINT - 1) & 1 == pufferlib.vector.in_worker
             os.kill(self.pid, signal.SIGTERM)
             try:
                 wait_for(lambda: os.waitpid(self.pid, os.WNOHANG)[0], timeout=3)
@@ -794,7 +815,7 @@ class Played(ParallelEnv):
         return Box(0, 99, (1,))
 
     def action_space(self, agent):
-        return Discrete(2)
+        return dict.fromkeys(self.possible_agents, Discrete(2))[agent]  # KeyError: of no other
 
     def reset(self, seed=None, options=None):
         self.t = 0
@@ -909,6 +930,7 @@ def test_only_agents_that_play_act_and_their_infos_are_logged():
 
 UNNAMED = {
     "no agents": ("reset", lambda result, env: env.agents.clear() or result, "are no agents"),
+    "none": ("reset", lambda result, env: delattr(env, "agents") or result, "are no agents"),
     "others": ("step", lambda result, env: ({0: [0]}, *result[1:]), "observations name no agent a"),
     "list": ("reset", lambda result, env: ([0], {}), "observations name no agent a"),
     "reward": ("step", lambda result, env: (result[0], {}, *result[2:]), "rewards name no agent a"),
@@ -938,7 +960,7 @@ def test_a_step_may_have_nothing_once_all_agents_are_gone(capfd):
     class Nothing(Played):
         def step(self, actions):
             super().step(actions)
-            self.agents = []
+            self.agents = None
             return {}, None, None, None, {}
 
     _, envs = rollout(adapters.PettingZooEnvs(lambda: Nothing([("ab", "")])), 2)
@@ -1003,9 +1025,11 @@ def test_agents_with_unlike_spaces_or_names_are_refused():
             super().__init__([])
             self.possible_agents = next(names)
 
-    names = iter([["a", "b"], ["a", "c"]])
+    names = iter([["a", "b"], ["a", "c"], ["a", "a"]])
     with pytest.raises(pufferlib.APIUsageError, match="different agents"):
         adapters.PettingZooEnvs(Named, 2).reset(1)
+    with pytest.raises(pufferlib.APIUsageError, match="have one twice"):
+        adapters.PettingZooEnvs(Named)
 
     with pytest.raises(pufferlib.APIUsageError, match=r"a and b .*action_space.*pad_action_space"):
         adapters.PettingZooEnvs(lambda: Unlike([]))

@@ -628,6 +628,7 @@ def test_a_copy_of_the_script_runs_alone_and_in_a_folder_of_any_name(toy):
         (["--space", "wrong.yaml"], "--space, x: 5, not as in SPACE: "),
         (["--workers", "0"], "--workers 0: must be above 0"),
         (["--max-cost-seconds", "-1"], "--max-cost-seconds -1.0: must be above 0"),
+        (["--hang-seconds", "nan"], "--hang-seconds nan: must be above 0"),
         (["--storage", "mysterysql://x"], "--storage: Can't load plugin"),
         (["--", "--output-dir", "x"], "output_dir: the sweep gives this itself"),
         (["--", "--config", "none.yaml"], "-- --config none.yaml: "),

@@ -89,6 +89,8 @@ def state_of(config: dict, row: dict, folder: pathlib.Path) -> str:
     """Why it ended, or how long it goes on, and whether it has stopped to write."""
     if "exit_reason" in row:
         return row["exit_reason"]
+    if "sps" not in row:
+        return "just begun"
     left = max(config["total_timesteps"] - row["step"], 0) / max(row["sps"], 1e-9)
     limit = config["time_limit"] - row["time"]
     if limit > 0:  # else it is counted from a resume
@@ -103,7 +105,7 @@ def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) 
         "title": Text(f"{config['exp_name']} · {config['env_id']}"),  # Text: no markup
         "subtitle": Text(folder.name),
     }
-    if "sps" not in row:
+    if "learning_rate" not in row:
         return Panel(Text(row.get("exit_reason", "nothing logged yet")), **titles)
 
     def of(prefix: str) -> dict:
@@ -116,7 +118,7 @@ def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) 
             "steps": f"{row['step']:,} of {total:,.0f}",
             "time": clock(row["time"]),
             "state": state_of(config, row, folder),
-            "steps/s": row["sps"],
+            "steps/s": row.get("sps", "none yet"),
             "learning rate": row["learning_rate"],
         },
         "this machine": machine(),
