@@ -594,8 +594,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
-        sums = [statistic.sum() for statistic in adapters.running_statistics(agent)]
-        if not all(map(math.isfinite, (*losses.values(), *sums))):
+        norms = [statistic.sum() for statistic in adapters.running_statistics(agent)]
+        if not all(map(math.isfinite, (*losses.values(), *norms))):
             seen = f"{observations.abs().max():.2g}, {last_rewards.abs().max():.2g}"
             raise adapters.NotFinite(f"{losses}; observation, reward up to {seen}; docs/trouble.md")
         over = run.exit_reason is not None

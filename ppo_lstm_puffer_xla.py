@@ -585,8 +585,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
         run.ending = put(np.full(devices, run.wish, np.float32)).max().item()  # hosts end together
-        sums = [statistic.sum() for statistic in adapters.running_statistics(agent)]
-        if not all(map(math.isfinite, (*losses.values(), *sums))):
+        norms = [statistic.sum() for statistic in adapters.running_statistics(agent)]
+        if not all(map(math.isfinite, (*losses.values(), *norms))):
             seen = f"{observations.abs().max():.2g}, {rewards.abs().max():.2g}"
             raise adapters.NotFinite(f"{losses}; observation, reward up to {seen}; docs/trouble.md")
         over = run.exit_reason is not None
