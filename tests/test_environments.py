@@ -623,9 +623,13 @@ def test_a_process_of_an_environments_own_can_be_ended(monkeypatch, num_workers,
     class Owns(Scripted):
         def __init__(self):
             super().__init__()
+            ready, child = os.pipe()
             self.pid = os.fork() if kind == "forked" else subprocess.Popen(["sleep", "99"]).pid
             while self.pid == 0:
+                os.write(child, b"1")  # a signal that comes before this is lost
                 signal.pause()
+            if kind == "forked":
+                os.read(ready, 1)
 
         def close(self):
             if kind == "program":  # a Ctrl-C in the terminal is not for those of workers
