@@ -137,23 +137,18 @@ def is_rounded(space: gym.Space) -> bool:
     return max(-int(space.low.min()), int(space.high.max())) > 2**24
 
 
-def leaves(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, gym.Space]]:
-    """The parts of Dicts and Tuples with the keys that lead to them, as FlattenObservation goes."""
+def nodes(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, gym.Space]]:
+    """A space and, of a Dict or Tuple, all in it, as FlattenObservation goes; with the keys to it."""
+    yield path, space
     if isinstance(space, Dict | Tuple):
         parts = space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces)
         for key, part in parts:
-            yield from leaves(part, (*path, key))
-    else:
-        yield path, space
+            yield from nodes(part, (*path, key))
 
 
-def containers(space: gym.Space, path: tuple = ()) -> Iterator[tuple[tuple, int]]:
-    """The keys that lead to each Dict and Tuple, the whole one first, and how many parts it has."""
-    if isinstance(space, Dict | Tuple):
-        yield path, len(space.spaces)
-        parts = space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces)
-        for key, part in parts:
-            yield from containers(part, (*path, key))
+def leaves(space: gym.Space) -> list[tuple[tuple, gym.Space]]:
+    """The parts of Dicts and Tuples that are neither, with the keys that lead to them."""
+    return [(path, part) for path, part in nodes(space) if not isinstance(part, Dict | Tuple)]
 
 
 def as_shape(observation, shape: tuple[int, ...]) -> np.ndarray:
@@ -289,7 +284,8 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
     columns = {}
     writers = []
     size = 0
-    counts = list(containers(space))
+    dicts = [(path, part) for path, part in nodes(space) if isinstance(part, Dict | Tuple)]
+    counts = [(path, len(part.spaces)) for path, part in dicts]
     for path, part in leaves(space):
         name = "/".join(map(str, path))
         if path and is_text(part):
@@ -588,7 +584,6 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.make_one = make_one
         self.num_envs = num_envs
         self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
-        self.objects = {id(attribute(self.envs[0], "unwrapped") or self.envs[0])}
         self.over = [True] * num_envs  # the next step is a reset
         self.warned = set()  # what was said of agents
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
@@ -637,14 +632,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         return observed, flat_actions(action_space, remark), action_space
 
     def add_one(self):
-        """One more environment. It must be another one, with the spaces of the first."""
+        """One more environment. It must have the spaces of the first."""
         agents = self.agents
-        env = self.make_one()
-        own = id(attribute(env, "unwrapped") or env)
-        if own in self.objects:
-            raise APIUsageError("one object is given as several environments; make a new one")
-        self.objects.add(own)
-        self.envs.append(env)
+        self.envs.append(self.make_one())
         (seen, _, columns), _, own_action_space = self.flat_spaces(self.said_already)
         if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
@@ -659,9 +649,12 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         with refusals(), torch_kept():
             while len(self.envs) < self.num_envs:
                 self.add_one()
+            objects = [getattr(env, "unwrapped", env) for env in self.envs]
+            if len({*map(id, objects)}) < self.num_envs:
+                raise APIUsageError("one object is given as several environments; make a new one")
             self.clear()
-            compared = COPIES if self.in_first_rank and not self.env_number else 0
-            self.starts = [[] for _ in range(compared)] if self.num_envs >= COPIES else []
+            compared = COPIES if self.num_envs >= COPIES and self.is_first() else 0
+            self.starts = [[] for _ in range(compared)]
             for i in range(self.num_envs):
                 self.reset_one(i, env_seed(seed, i))
                 self.compare_starts(i)
@@ -682,11 +675,15 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                     self.step_one(i, own_actions, infos)
             self.check_finite()
         self.any_ended = self.any_ended or bool((self.terminals | self.truncations).any())
-        if self.steps == LONG and not self.any_ended and self.in_first_rank and not self.env_number:
+        if self.steps == LONG and not self.any_ended and self.is_first():
             limit = "a limit ends one (of Gymnasium's: --env.max_episode_steps 1000)"
             say(f"no episode has ended in {LONG} steps, so there is no return to log; {limit}")
         infos = list_of(infos)
         return self.observations, self.rewards, self.terminals, self.truncations, infos
+
+    def is_first(self) -> bool:
+        """Of all ranks' and workers': it says what is true of all."""
+        return self.in_first_rank and self.env_number == 0
 
     def check_action_space(self, i: int, agent, space: gym.Space):
         if self.known_spaces.get((i, agent)) is space:
@@ -993,18 +990,16 @@ def format_value(value) -> str:
 def whole_numbers(words: list[str], kind: type) -> list[str]:
     """Words of a command line for this dataclass: where it wants a whole number, 1e6 is one."""
     fields = dataclasses.fields(kind)
-    whole = {f"--{field.name}" for field in fields if field.type in (int, int | None)}
+    whole = {field.name for field in fields if field.type in (int, int | None)}
     result = []
-    flag = ""
+    name = ""
     for word in words:
+        text = word
         if word.startswith("--"):
             flag, _, text = word.partition("=")
-        else:
-            text = word
-        if f"--{flag[2:].replace('-', '_')}" in whole and FRACTION.fullmatch(text):
-            number = float(text)
-            if number.is_integer():
-                word = word.removesuffix(text) + f"{number:.0f}"
+            name = flag[2:].replace("-", "_")
+        if name in whole and FRACTION.fullmatch(text) and float(text).is_integer():
+            word = word.removesuffix(text) + f"{float(text):.0f}"
         result.append(word)
     return result
 
