@@ -987,6 +987,25 @@ def format_value(value) -> str:
     return text.removesuffix("...\n").rstrip("\n")
 
 
+def as_words(config: Mapping) -> list[str]:
+    """A configuration as a command line, but for None, what "auto" replaced, and XLA's device."""
+    words = []
+    for name, value in config.items():
+        flag = "--" + name.replace("_", "-")
+        unset = value is None or (name, value) == ("device", "tpu")
+        if "." in name:  # an argument of the environment
+            words.append(f"--{name}={format_value(value)}")
+        elif unset or name in ("auto", *config.get("auto", [])):
+            continue
+        elif isinstance(value, Mapping):
+            words += as_words({f"{name}.{key}": item for key, item in value.items()})
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-"))
+        else:  # a value of "-x" would be a flag
+            words += [f"{flag}={value}"] if str(value)[:1] == "-" else [flag, str(value)]
+    return words
+
+
 def whole_numbers(words: list[str], kind: type) -> list[str]:
     """Words of a command line for this dataclass: where it wants a whole number, 1e6 is one."""
     fields = dataclasses.fields(kind)
@@ -1249,14 +1268,14 @@ def vectorize(maker: Callable, num_envs: int, num_workers: int, seed: int):
 # Files, memory, compiling --------------------------------------------------------------------------
 
 
-def lock(file):
-    """Makes it this process's. Raises BlockingIOError where it is another's."""
+def lock(file, wait: bool = False):
+    """Makes it this process's. Where it is another's: waits, or raises BlockingIOError."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except OSError as error:  # some file systems of clusters have no locks
-        say(f"warning: {file.name}: {error}; nobody stops a second process that writes it")
+        say_once(say, f"warning: {file.name}: {error}; nobody stops a second process's writing")
 
 
 def write_whole(path: pathlib.Path, content: bytes):

@@ -924,44 +924,29 @@ class Run(contextlib.AbstractContextManager):
         say(f"{ending}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
 
 
-def as_words(config: dict[str, Any]) -> list[str]:
-    """A configuration, but for the XLA script's device, as words, which tyro checks."""
-    words = []
-    for name, value in config.items():
-        flag = "--" + name.replace("_", "-")
-        unset = value is None or (name, value) == ("device", "tpu")
-        if unset or name in ("auto", *config.get("auto", [])):
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-"))
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                words.append(f"{flag}.{key}={adapters.format_value(item)}")
-        else:  # a value of "-x" would be a flag
-            words += [f"{flag}={value}"] if str(value)[:1] == "-" else [flag, str(value)]
-    return adapters.whole_numbers(words, Args)
-
-
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
-    words = adapters.whole_numbers(words, Args)
-    parse_known = partial(tyro.cli, Args, add_help=False, return_unknown_args=True)
-    given, _ = parse_known(args=words)
+
+    def parse(**options):
+        return tyro.cli(Args, args=adapters.whole_numbers(words, Args), **options)
+
+    parse_known = partial(parse, add_help=False, return_unknown_args=True)
+    given, _ = parse_known()
     resumed = None
     if given.config is not None:
         try:
             text = Path(os.path.expanduser(given.config)).read_text()
-            words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
+            words = [*adapters.as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
-        given, _ = parse_known(args=words)  # the file may have a resume or an output_dir
+        given, _ = parse_known()  # the file may have a resume or an output_dir
     if given.resume is not None:
         resumed = load_checkpoint(given.resume, given.output_dir)
-        words = [*as_words(resumed["config"]), *words]
+        words = [*adapters.as_words(resumed["config"]), *words]
     # tyro takes the keys of a dictionary from its default.
     keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
     default = Args(env=dict.fromkeys((key.replace("-", "_") for key in keys), ""))
-    args = tyro.cli(Args, args=words, default=default, description=__doc__)
+    args = parse(default=default, description=__doc__)
     args.env = {key: adapters.parse_value(text) for key, text in args.env.items()}
     resolve(args)
     return args, resumed

@@ -13,7 +13,6 @@ hopeless, told to the sampler when it fails. At the end the three best run again
 
 import ast
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -41,6 +40,7 @@ import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, TrialState
+from pufferlib import APIUsageError as UsageError  # its text is printed, exit code 2
 from pufferlib import adapters
 
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -50,8 +50,7 @@ say = partial(adapters.say, file=sys.stdout)  # whoever reads may be gone: the s
 
 @dataclass
 class Args:
-    script: str = "ppo_lstm_puffer.py"
-    """takes --env-id, --seed, --output-dir, --time-limit; writes config.yaml and metrics.jsonl"""
+    script: str = "ppo_lstm_puffer.py"  # or a sister, or a fork: docs/sweeps.md has what it needs
     launcher: str = shlex.quote(sys.executable)  # what starts it: "torchrun ..."
     env_id: str | None = None  # as the script takes it; None: the preset's, or the script's
     space: str | None = None  # a YAML file; None: SPACE in this file, which explains the form
@@ -72,10 +71,6 @@ class Args:
     fixed: tyro.conf.Positional[tuple[str, ...]] = ()  # after --: for the script, in every trial
 
 
-class UsageError(Exception):
-    """Bad input: its text is printed, exit code 2."""
-
-
 @contextlib.contextmanager
 def from_user(what: str):
     """What fails in here is bad input."""
@@ -90,14 +85,12 @@ def from_user(what: str):
 SPACE = """
 # An argument of the script (of its environment: env.KEY): a list of choices, or
 # {distribution, min, max}:
-#   uniform        evenly between min and max
-#   int_uniform    the same, whole numbers
-#   uniform_pow2   powers of two between min and max, evenly in their exponent
-#   log_normal     evenly in the logarithm (whole numbers if min and max are)
-#   logit_normal   evenly in the logarithm of 1 - x: 0.9 to 0.99 is as far as 0.99 to 0.999
+#   uniform, int_uniform   evenly between min and max
+#   uniform_pow2           powers of two between min and max, evenly in their exponent
+#   log_normal             evenly in the logarithm (whole numbers if min and max are)
+#   logit_normal           evenly in the logarithm of 1 - x: from 0.9 to 0.99 as to 0.999
+# Each new combination of sizes compiles. No minibatch may be larger than num_envs * num_steps.
 total_timesteps: {distribution: log_normal, min: 1_000_000, max: 60_000_000}
-# Each new combination of these sizes compiles, for up to a minute that is no cost.
-# A minibatch is never larger than num_envs * num_steps.
 num_envs: {distribution: uniform_pow2, min: 256, max: 1024}
 num_steps: {distribution: uniform_pow2, min: 16, max: 64}
 minibatch_size: {distribution: uniform_pow2, min: 1024, max: 4096}
@@ -169,10 +162,6 @@ MILESTONES = 20  # costs, evenly spaced up to the largest, at which trials are c
 GRACE = 40.0  # seconds between SIGTERM and SIGKILL; torchrun kills its ranks after 30
 
 
-class RunFailed(Exception):
-    """A run crashed, diverged, hung or left no score. Its text says how."""
-
-
 class Run:
     """The script in a session of its own, and its metrics.jsonl, read as it grows."""
 
@@ -182,6 +171,7 @@ class Run:
         self.position = 0  # what is before it in metrics.jsonl has been read
         self.points = []  # (cost, score) of each line that has the metric; cost is its "time"
         self.latest = {}  # the newest value of each key
+        self.seen = time.monotonic()  # when the newest line was
         shutil.rmtree(folder, ignore_errors=True)  # of a study that was deleted
         folder.mkdir(parents=True)
         self.log = folder / "log.txt"
@@ -198,8 +188,8 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def read(self) -> bool:
-        """Whether there were new lines."""
+    def read(self):
+        """What is new in metrics.jsonl."""
         lines = []
         for path in self.folder.glob("*/metrics.jsonl"):  # one, once the run has begun
             if path.stat().st_size < self.position:  # torchrun began again, from a checkpoint
@@ -210,13 +200,13 @@ class Run:
                 lines = [line for line in file if line.endswith(b"\n")]
         for line in lines:
             self.position += len(line)
+            self.seen = time.monotonic()
             try:
                 self.latest |= (row := json.loads(line))
                 if self.metric in row:
                     self.points.append((float(row["time"]), float(row[self.metric])))
             except (ValueError, TypeError, KeyError) as error:  # a script of your own
-                raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
-        return bool(lines)
+                raise ChildProcessError(f"metrics.jsonl, {line[:100]}: {error!r}") from error
 
     def score(self, until: float = np.inf) -> float:
         """The mean of the last tenth of what came up to this cost."""
@@ -225,18 +215,16 @@ class Run:
         return float(np.mean([score for cost, score in points if cost >= since]))
 
     def watch(self, trial: optuna.Trial, sweep: "Sweep") -> str | None:
-        """Until it is over or to be pruned; returns how it ended. Raises RunFailed, UsageError."""
+        """Until it is over or to be pruned. Returns how it ended, or raises what went wrong."""
         args = sweep.args
-        seen = time.monotonic()
         milestones = [args.max_cost_seconds * n / MILESTONES for n in range(1, MILESTONES + 1)]
         while self.process.poll() is None:
             time.sleep(0.1)
             if sweep.stopping:
                 raise InterruptedError  # the trial goes back into the queue
-            if self.read():
-                seen = time.monotonic()
-            if time.monotonic() - seen > args.hang_seconds:
-                raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
+            self.read()
+            if time.monotonic() - self.seen > args.hang_seconds:
+                raise ChildProcessError(f"metrics.jsonl: nothing new for {args.hang_seconds:g} s")
             cost = self.points[-1][0] if self.points else 0.0
             while milestones and cost >= milestones[0]:
                 due = milestones.pop(0)
@@ -252,7 +240,7 @@ class Run:
             raise UsageError(f"the script refused its arguments:\n{tail}")
         if code:
             crash = f"exit code {code}: " + tail.rstrip("=\n ").rpartition("\n")[2]
-            raise RunFailed(self.latest.get("exit_reason") or crash)
+            raise ChildProcessError(self.latest.get("exit_reason") or crash)
         if not self.points:
             have = ", ".join(sorted(self.latest)) or "nothing"
             raise UsageError(f"--metric: no {self.metric} in metrics.jsonl, which has {have}")
@@ -260,10 +248,10 @@ class Run:
 
 
 def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
-    """Runs the script with what the study suggests; returns its score. Optuna's objective.
+    """Optuna's objective: runs the script with what the study suggests, and returns its score.
 
-    Optuna's samplers leave failed and pruned trials out, and would try the like again and again.
-    So a failed one is told as infinitely bad, and a pruned one with the score that it had.
+    Samplers leave out what failed or was pruned, and would try the like again. So a crash, a hang,
+    a divergence is told as infinitely bad, and a pruned trial with the score that it had.
     """
     arguments = {one.argument: one.suggest(trial) for one in sweep.space}
     folder = sweep.folder / "trials" / f"{trial.number:04d}"
@@ -272,23 +260,24 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
     try:
         end = run.watch(trial, sweep)
         if not math.isfinite(run.score()):
-            raise RunFailed(f"{run.metric} is not finite")
+            raise ChildProcessError(f"{run.metric} is not finite")
         with from_user("the script must write a config.yaml"):
             (path,) = folder.glob("*/config.yaml")
             config = yaml.safe_load(path.read_text())
-    except (RunFailed, UsageError) as error:
+    except (ChildProcessError, UsageError) as error:
         wrong = isinstance(error, UsageError) and not sweep.worked()
-        if wrong and len(sweep.counted()) == sweep.before:
+        if wrong and len(sweep.trials()) == sweep.before:
             sweep.stopping.append(error)  # all other trials would be refused too
             raise InterruptedError from error
-        trial.set_user_attr("failure", str(error))
+        trial.set_user_attr("failure", f"failed: {error}")
         return -math.inf if sweep.args.direction == "maximize" else math.inf
     finally:
         run.end()
         sweep.slots.append(slot)
     trial.set_user_attr("config", {key: config[key] for key in config if key not in OURS})
-    trial.set_user_attr("cost", run.points[-1][0])
-    trial.set_user_attr("end", end)
+    cost, _ = run.points[-1]
+    trial.set_user_attr("cost", cost)
+    trial.set_user_attr("end", f"{run.score():.5g} in {cost:.1f} s ({end})")
     return run.score()
 
 
@@ -300,8 +289,6 @@ SAMPLERS = {
     "random": optuna.samplers.RandomSampler,
 }
 UNTOLD = "Cannot tell|updated_state|Should not reach"  # Optuna, of an end that it cannot store
-RUNNING = (TrialState.RUNNING,)
-WAITING = (TrialState.WAITING,)
 BEST = 3  # trials that run again at the end
 RETRY = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=10)  # back into the queue
 
@@ -310,20 +297,20 @@ RETRY = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=10)  # back i
 def one_at_a_time(folder: Path):
     """Else two would make SQLite's tables, take the same trial, or write the same best.yaml."""
     with (folder / "lock").open("w") as file:
-        with contextlib.suppress(OSError):  # some file systems of clusters have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+        adapters.lock(file, wait=True)
         yield
 
 
 def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     """The database; a trial whose machine is gone for a minute goes back into the queue."""
     name = (folder / "study.db").absolute().as_uri()  # quoted: a folder may have any name
-    file = sqlalchemy.URL.create("sqlite", database=name, query={"uri": "true"})
-    url = args.storage or os.environ.get("OPTUNA_STORAGE") or file.render_as_string()
+    query = {"uri": "true", "timeout": "60"}
+    file = sqlalchemy.URL.create("sqlite", database=name, query=query).render_as_string()
+    url = args.storage or os.environ.get("OPTUNA_STORAGE") or file
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
-    wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
-    beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
-    connect = partial(optuna.storages.RDBStorage, url, engine_kwargs=wait, **beat)
+    options = {"engine_kwargs": {"pool_pre_ping": True}, "heartbeat_interval": 10}
+    options |= {"grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
+    connect = partial(optuna.storages.RDBStorage, url, **options)
     with from_user("--storage"):
         with contextlib.suppress(sqlalchemy.exc.DBAPIError):
             return connect()
@@ -347,8 +334,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
         study = optuna.create_study(**names, **options)
         for key, value in same.items():
             if study.user_attrs.get(key, value) != value:
-                reason = f"exists with another {key}; take another, or delete it"
-                raise UsageError(f"--study-name {args.study_name}: {reason}")
+                name = f"--study-name {args.study_name}"
+                raise UsageError(f"{name}: exists with another {key}; take another, or delete it")
             study.set_user_attr(key, value)
         study.enqueue_trial(params, skip_if_exists=True)
     study.ask = one_at_a_time(folder)(study.ask)
@@ -364,9 +351,8 @@ def fresh_mean(trials: list[FrozenTrial]) -> float:
 
 
 def divide(things: list, workers: int) -> list[str]:
-    """For each worker its neighbouring ones; where there are too few, workers share them."""
-    parts = np.array_split(things, min(workers, len(things)))
-    return [",".join(map(str, parts[n % len(parts)])) for n in range(workers)]
+    """For each worker its own; where there are too few, workers share them."""
+    return [",".join(map(str, things[n % len(things) :: workers])) for n in range(workers)]
 
 
 class Sweep:
@@ -375,13 +361,14 @@ class Sweep:
         self.space = space
         self.study = study
         self.folder = folder
-        self.before = len(self.counted())  # trials that were over when this process began
-        self.target = args.num_trials + sum("again" in one.user_attrs for one in self.counted())
+        self.before = len(self.trials())  # trials that were over when this process began
+        self.target = args.num_trials + sum("again" in one.user_attrs for one in self.trials())
         self.deadline = time.monotonic() + args.timeout
+        self.write_best = one_at_a_time(folder)(self.write_best)
         self.better = max if args.direction == "maximize" else min
         self.stopping = []  # what said so: signals' numbers, the UsageError of a first trial
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-        gpus = names.split(",") if names else list(range(torch.cuda.device_count())) or [""]
+        every_gpu = ",".join(map(str, range(torch.cuda.device_count())))
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu).replace(" ", "").split(",")
         cores = divide(sorted(os.sched_getaffinity(0)), args.workers)
         pairs = zip(cores, divide(gpus, args.workers))
         pin = "setpriv --pdeathsig TERM taskset -c {} env CUDA_VISIBLE_DEVICES={}"
@@ -392,30 +379,21 @@ class Sweep:
         args = self.args
         words = [*shlex.split(args.launcher), args.script, *args.fixed, f"--env-id={args.env_id}"]
         words += [f"--seed={args.seed + trial.number}", f"--output-dir={folder}"]
-        words += [f"--time-limit={args.max_cost_seconds}"]
-        for key, value in arguments.items():
-            flag = key.replace("_", "-")
-            if key.startswith("env."):  # YAML: "off" is not False
-                words.append(f"--{key}={adapters.format_value(value)}")
-            elif isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words.append(f"--{flag}={value}")
-        return words
+        return [*words, f"--time-limit={args.max_cost_seconds}", *adapters.as_words(arguments)]
 
     def run(self) -> int:
         """Trials until there are enough, then the best again. Returns the exit code."""
         for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
                 signal.signal(signum, lambda number, _: self.stopping.append(number))
-        say(f"{self.folder}: {len(self.counted())} of {self.target} trials")
+        say(f"{self.folder}: {len(self.trials())} of {self.target} trials")
         options = {"n_jobs": self.args.workers, "catch": InterruptedError}
         options |= {"callbacks": [self.after_trial]}
         while not self.stopping:
             try:
                 if self.enough() and not self.queue_best_again():
                     break
-                missing = self.target - len(self.counted())
+                missing = self.target - len(self.trials())
                 self.study.optimize(partial(run_trial, sweep=self), n_trials=missing, **options)
             except (OptunaError, ValueError, UnboundLocalError, AssertionError) as error:
                 if not isinstance(error, OptunaError) and not re.search(UNTOLD, str(error)):
@@ -427,7 +405,7 @@ class Sweep:
                 time.sleep(10)  # a trial that was lost is run again
         cause = self.stopping[0] if self.stopping else None
         if isinstance(cause, UsageError):
-            if not self.worked() and not self.study.get_trials(states=RUNNING):
+            if not self.worked() and not self.trials(TrialState.RUNNING):
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
             raise cause
@@ -439,23 +417,23 @@ class Sweep:
 
     def enough(self) -> bool:
         late = time.monotonic() > self.deadline
-        return self.stopping or late or len(self.counted()) >= self.target
+        return self.stopping or late or len(self.trials()) >= self.target
 
-    def counted(self) -> list[FrozenTrial]:
-        """Trials that are over, well or not; not those that were interrupted."""
-        return self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    def trials(self, state: TrialState = TrialState.COMPLETE) -> list[FrozenTrial]:
+        """Trials that are over, well or not (interrupted ones are FAIL), or in another state."""
+        return self.study.get_trials(deepcopy=False, states=[state])
 
     def worked(self) -> list[FrozenTrial]:
-        return [trial for trial in self.counted() if "failure" not in trial.user_attrs]
+        return [trial for trial in self.trials() if "failure" not in trial.user_attrs]
 
     def running(self) -> list[FrozenTrial]:
         """Without parameters its process went before Optuna could see that it was gone."""
-        return [trial for trial in self.study.get_trials(states=RUNNING) if trial.params]
+        return [trial for trial in self.trials(TrialState.RUNNING) if trial.params]
 
     def same_params(self) -> list[list[FrozenTrial]]:
         """Trials, those of the same hyperparameters together, the best first run first."""
         groups = {}
-        for trial in self.counted():
+        for trial in self.trials():
             if "failure" not in trial.user_attrs or str(trial.params) in groups:
                 groups.setdefault(str(trial.params), []).append(trial)
         return sorted(groups.values(), key=lambda one: one[0].value, reverse=self.better is max)
@@ -467,27 +445,21 @@ class Sweep:
             optuna.storages.fail_stale_trials(self.study)  # of a machine that is gone
             time.sleep(1)
         with one_at_a_time(self.folder):  # or another process queues them too
-            waiting = self.study.get_trials(states=WAITING)
-            if not self.running() and not waiting and not self.stopping:
+            done = not self.running() and not self.trials(TrialState.WAITING)
+            if done and not self.stopping:
                 for trials in self.same_params()[:BEST]:
                     for _ in range(1 + self.args.confirm_seeds - len(trials)):
                         self.study.enqueue_trial(trials[0].params, user_attrs={"again": True})
-            self.target = len(self.counted()) + len(self.study.get_trials(states=WAITING))
+            self.target = len(self.trials()) + len(self.trials(TrialState.WAITING))
         return not self.enough()
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial):
         """Optuna's callback: a line for people, best.yaml, and whether that was enough."""
-        facts = trial.user_attrs
-        if "failure" in facts:
-            line = f"failed: {facts['failure']}"
-        elif trial.state == TrialState.FAIL:
-            line = "interrupted"
+        end = trial.user_attrs.get("failure") or trial.user_attrs.get("end", "interrupted")
+        if trial.state == TrialState.FAIL:
             RETRY(study, trial)
-        else:
-            line = f"{trial.value:.5g} in {facts['cost']:.1f} s ({facts['end']})"
-        with one_at_a_time(self.folder):
-            line += self.write_best()
-        say(f"trial {trial.number}: {line}; {len(self.counted())} of {self.target}")
+        end += self.write_best()
+        say(f"trial {trial.number}: {end}; {len(self.trials())} of {self.target}")
         if self.enough():
             study.stop()
 
@@ -511,8 +483,7 @@ class Sweep:
         if not trials:
             say(f"no trial has a score; the logs are in {self.folder / 'trials'}")
             return
-        with one_at_a_time(self.folder):
-            self.write_best()  # another machine's trial may have ended last
+        self.write_best()  # another machine's trial may have ended last
         matplotlib.use("Agg")
         plots = optuna.visualization.matplotlib
         both = optuna.create_study(directions=["minimize", self.args.direction])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from conftest import FOREIGN, ROOT, SMALL, run_script
+from pufferlib import adapters
 
 import ppo_lstm_puffer as ppo
 
@@ -104,8 +105,8 @@ def test_a_text_that_begins_with_a_dash_is_repeated(tmp_path):
 
 
 def test_the_device_of_a_run_of_a_sister_is_not_taken():
-    words = ["--seed", "2", "--exp-name", "tpu"]
-    assert ppo.as_words({"device": "tpu", "seed": 2, "exp_name": "tpu", "auto": []}) == words
+    config = {"device": "tpu", "seed": 2, "exp_name": "tpu", "auto": []}
+    assert adapters.as_words(config) == ["--seed", "2", "--exp-name", "tpu"]
 
 
 # Checkpoints.

@@ -217,9 +217,9 @@ def test_what_goes_wrong_is_a_failure_that_is_told_and_the_rest_goes_on(toy):
     failures = {mode: one.user_attrs["failure"] for mode, one in trials.items() if mode != "good"}
     assert "failure" not in trials["good"].user_attrs
     assert "RuntimeError: the environment broke" in failures["crash"]
-    assert failures["diverge"] == "diverged: losses not finite"
+    assert failures["diverge"] == "failed: diverged: losses not finite"
     assert "env/score is not finite" in failures["nan"]
-    assert "no new line in metrics.jsonl for 4 seconds" in failures["hang"]
+    assert "metrics.jsonl: nothing new for 4 s" in failures["hang"]
     assert "no JSON" in failures["garbage"]
     assert "which has episodic_return" in failures["episodes"]
     assert "--mode refuses: wrong" in failures["refuses"]
@@ -242,7 +242,7 @@ def test_a_trial_has_so_many_seconds_and_counts_with_what_it_reached(toy):
     (toy / "endless").touch()
     finish(toy_command("--max-cost-seconds", 0.5, "--num-trials", 1), toy)
     (trial,) = load(toy).trials
-    assert (trial.user_attrs["end"], trial.user_attrs["cost"]) == ("time_limit", 0.5)
+    assert trial.user_attrs["cost"] == 0.5 and "in 0.5 s (time_limit)" in trial.user_attrs["end"]
     assert 0.5 * 22 < trial.value < 0.5 * 26  # the mean of the last tenth
     assert not alive(processes_in(toy))
 
@@ -256,8 +256,8 @@ def test_hopeless_trials_are_pruned_and_count_with_what_they_had(toy):
     trials = load(toy).trials[:36]
     again = load(toy).trials[36:]
     assert min(trial.params["x"] for trial in again) == 0.1
-    assert all(trial.user_attrs["end"] == "completed" for trial in again), "these are not pruned"
-    pruned = [trial for trial in trials if trial.user_attrs["end"] == "pruned"]
+    assert all("completed" in trial.user_attrs["end"] for trial in again), "these are not pruned"
+    pruned = [trial for trial in trials if "pruned" in trial.user_attrs["end"]]
     finished = [trial.params["x"] for trial in trials if trial not in pruned]
     assert pruned and all(trial.state == TrialState.COMPLETE for trial in pruned)
     assert max(trial.params["x"] for trial in pruned) <= np.quantile(finished, 0.5)
@@ -284,7 +284,7 @@ def test_two_workers_search_around_a_preset_each_on_cores_and_a_gpu_of_its_own(t
     cores = protein_sweep.divide(sorted(os.sched_getaffinity(0)), 2)
     shares = [set(map(int, own.split(","))) for own in cores]
     assert set(logs) == {f"GPU 4 {shares[0]}", f"GPU 6 {shares[1]}"}
-    assert protein_sweep.divide([4, 5, 7], 2) == ["4,5", "7"]  # several GPUs: for torchrun
+    assert protein_sweep.divide([4, 5, 7], 2) == ["4,7", "5"]  # several GPUs: for torchrun
     assert protein_sweep.divide([4, 5, 7], 4) == ["4", "5", "7", "4"]
 
 
@@ -539,7 +539,9 @@ def test_a_file_of_metrics_that_begins_again_is_read_anew(toy):
     metrics.parent.mkdir()
     for times in (1, 2, 3), (1, 2):
         metrics.write_text("".join(f'{{"time": {time}, "x": {time}}}\n' for time in times))
-        assert run.read() and run.points == [(time, time) for time in times]
+        seen = run.seen
+        run.read()
+        assert run.seen > seen and run.points == [(time, time) for time in times]
 
 
 def test_texts_for_the_environment_stay_texts(toy, monkeypatch):

@@ -108,13 +108,13 @@ class Trained:
 
     def __init__(self, source: Source, flags: list[str]):
         """flags: the script's own, which win over the run's configuration."""
+        from pufferlib import adapters  # here: the dashboard does without torch
+
         self.path = find_run(source.run, source.output_dir, "model_*.pt")
         folder = self.path if self.path.is_dir() else self.path.parent
         config = {"precision": "float32"}
         script = ROOT / "ppo_lstm_puffer.py"
         if self.path.is_dir() or (folder / "config.yaml").exists():
-            from pufferlib import adapters  # here: the dashboard does without torch
-
             config = read_config(folder, adapters.Loader)  # as --config reads it
             script = script_of(folder) or script
         self.script = import_script(pathlib.Path(source.script or script))
@@ -129,7 +129,7 @@ class Trained:
         known = {field.name for field in dataclasses.fields(self.script.Args)}
         known -= {"num_steps", "minibatch_size", "max_minibatch_size"}  # may need several ranks
         config = {name: value for name, value in config.items() if name in known}
-        words = [*self.script.as_words(config), *flags]
+        words = [*adapters.as_words(config), *flags]
         self.args, _ = self.script.parse_args(words)
 
     def make(self, num_envs: int):
