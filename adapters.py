@@ -23,7 +23,7 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial, reduce, update_wrapper
 from operator import getitem
 
@@ -83,9 +83,7 @@ def end_at_signals():
             signal.signal(signum, signal.SIG_DFL)
 
 
-@cache
-def let_children_end():
-    os.register_at_fork(after_in_child=end_at_signals)
+os.register_at_fork(after_in_child=end_at_signals)
 
 
 def tell_of_size(observations, say: Callable):
@@ -177,9 +175,7 @@ def number(value) -> float:
 
 def truth(value) -> bool:
     """Of whatever says yes or no: True, 1.0, [False], None."""
-    if value is None:
-        return False
-    one = number(value)
+    one = 0 if value is None else number(value)
     if math.isnan(one):
         raise ValueError("neither yes nor no")
     return bool(one)
@@ -319,37 +315,28 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 # Actions ------------------------------------------------------------------------------------------
 
 
-def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Callable, alone: bool):
+def remark_on_bounds(low: np.ndarray, high: np.ndarray, remark: Callable):
     """The policy begins at 0 with a deviation of 1: a Box should be there, and not much wider."""
     with np.errstate(over="ignore", invalid="ignore"):
         width = high - low
     unlike = ((width < 0.1) & (width > 0)) | ((width > 20) & np.isfinite(width))
     for i in np.flatnonzero(unlike | (low > 1) | (high < -1))[:1]:
-        rescales = alone and space.dtype.kind == "f" and space.is_bounded()
-        wrapper = "RescaleAction(env, -1, 1)" if rescales else "TransformAction"
         remark(
             f"action: a Box from {low[i]:g} to {high[i]:g}, but the policy begins at 0 with a "
-            f"deviation of 1; gymnasium.wrappers.{wrapper} makes it fit"
+            "deviation of 1; of gymnasium.wrappers RescaleAction(env, -1, 1), for one bounded Box "
+            "of fractions, or TransformAction makes it fit"
         )
 
 
-def flat_actions(
-    space: gym.Space, remark: Callable, alone: bool = True
-) -> tuple[gym.Space, Callable]:
+def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callable]:
     """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
-    actions to a list of n actions of the space. Raises pufferlib.APIUsageError.
-
-    alone: it is not made of the parts of another space.
-    """
+    actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
     boxes = [part for _, part in leaves(space)]
-    if not isinstance(space, Box) and {type(part) for part in boxes} == {Box}:
-        try:
-            vector = gym.spaces.flatten_space(space)
-        except ValueError as error:  # an empty part
-            raise APIUsageError(f"an action of {space!s:.80} is not supported: {error}") from error
+    if not isinstance(space, Box) and boxes and all(isinstance(part, Box) for part in boxes):
+        vector = gym.spaces.flatten_space(space)
         if any((box.dtype.kind == "f") != (vector.dtype.kind == "f") for box in boxes):
             raise APIUsageError("an action of whole numbers and fractions is not supported")
-        seen, own_vectors = flat_actions(vector, remark, alone=False)
+        seen, own_vectors = flat_actions(vector, remark)
 
         def own_parts(numbers: np.ndarray) -> list:
             return [gym.spaces.unflatten(space, own) for own in own_vectors(numbers)]
@@ -365,7 +352,7 @@ def flat_actions(
     with np.errstate(over="ignore"):  # a float64's bound may be no float32
         low = space.low.ravel().astype(np.float32)
         high = space.high.ravel().astype(np.float32)
-    remark_on_bounds(space, low, high, remark, alone)
+    remark_on_bounds(low, high, remark)
 
     def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
         own = numbers.reshape(-1, *space.shape)
@@ -381,21 +368,16 @@ def flat_actions(
 
 def choices(space: gym.Space) -> tuple[list[int], Callable]:
     """The numbers of choices that an action consists of, and the function as in `flat_actions`."""
-    if isinstance(space, Discrete):
-        first = int(space.start)
-
-        def own_choices(numbers: np.ndarray) -> list:
-            return list((numbers[:, 0].astype(np.int64) + first).astype(space.dtype))
-
-        return [int(space.n)], own_choices
-    if isinstance(space, MultiDiscrete | MultiBinary):
+    if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
         start = getattr(space, "start", 0)
-        nvec = getattr(space, "nvec", np.full(space.shape, 2))
+        counts = getattr(space, "nvec", np.full(space.shape, 2))
+        if isinstance(space, Discrete):
+            counts = space.n
 
-        def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
+        def own_actions(numbers: np.ndarray) -> list:
             return list((numbers.reshape(-1, *space.shape) + start).astype(space.dtype))
 
-        return nvec.ravel().tolist(), own_actions
+        return np.ravel(counts).tolist(), own_actions
     if not isinstance(space, Dict | Tuple):
         beside = " beside choices" if isinstance(space, Box) else ""
         raise APIUsageError(
@@ -436,16 +418,6 @@ def numbers_in(info: Mapping | None, prefix="", depth=5) -> Iterator[tuple[str, 
             yield f"{prefix}{key}", float(value)  # not NaN: the mean is of those that have it
 
 
-def attribute(owner, name: str):
-    """None if there is none of this name. An error within a property is the user's own."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        if error.name != name:
-            raise
-        return None
-
-
 RESET = ("reset", "observation, info")
 STEP = ("step", "observation, reward, terminated, truncated, info")
 UNFIT = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)  # of what is no number
@@ -459,8 +431,6 @@ def parts(result, method: str, names: str) -> tuple:
         raise APIUsageError(
             f"its {method} returned {returned}; since Gymnasium and gym 0.26 it is {names}"
         )
-    if isinstance(result[-1], np.ndarray):
-        raise APIUsageError(f"the info that its {method} returned is an array, it is {names}")
     return result
 
 
@@ -646,7 +616,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
 
     def reset(self, seed: int = 0):
-        with refusals(), torch_kept():
+        with refusals(), torch_kept(), np.errstate(under="ignore"):
             while len(self.envs) < self.num_envs:
                 self.add_one()
             objects = [getattr(env, "unwrapped", env) for env in self.envs]
@@ -666,7 +636,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.clear()
         infos = []
         own_actions = self.own_actions(actions)
-        with refusals(), torch_kept():
+        with refusals(), torch_kept(), np.errstate(under="ignore"):  # 1e-60 is 0
             for i in range(self.num_envs):
                 if self.over[i]:
                     self.reset_one(i)
@@ -721,11 +691,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
 
     def observe(self, row: int, observation):
         try:
-            try:
-                self.write(self.observations[row], observation)
-            except FloatingPointError:  # by what an environment has set: here 1e-60 is 0
-                with np.errstate(under="ignore"):
-                    self.write(self.observations[row], observation)
+            self.write(self.observations[row], observation)
         except UNFIT as error:
             problem = f"does not fit its space: {error!r:.200}"
             raise self.wrong("observation", row, problem) from error
@@ -782,7 +748,7 @@ class GymnasiumEnvs(AdaptedEnvs):
     remedy = "; gymnasium.wrappers.Transform{} can replace it"
 
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
-        return attribute(env, "observation_space"), attribute(env, "action_space")
+        return env.observation_space, env.action_space
 
     def reset_one(self, i: int, seed: int | None = None):
         observation, _ = begin(self.envs[i], seed)
@@ -826,18 +792,12 @@ class GymnasiumEnvs(AdaptedEnvs):
 TO_PARALLEL = "PettingZoo's aec_to_parallel, or turn_based_aec_to_parallel, makes AEC parallel"
 
 
-def agents_of(env, name: str) -> list:
-    """Those of its agents or possible_agents; none if it has no such names."""
-    agents = attribute(env, name)
-    return list(agents) if isinstance(agents, Iterable) else []
-
-
 class PettingZooEnvs(AdaptedEnvs):
     def spaces(self, env) -> tuple[gym.Space, gym.Space]:
         """Those of every agent. self.agents become those that are possible in env."""
         if hasattr(env, "agent_iter"):
             raise APIUsageError(f"an AEC environment; {TO_PARALLEL}")
-        self.agents = agents_of(env, "possible_agents")
+        self.agents = list(env.possible_agents)
         if not self.agents:
             raise APIUsageError("it has no possible_agents")
         if len({*self.agents}) < len(self.agents):
@@ -845,9 +805,7 @@ class PettingZooEnvs(AdaptedEnvs):
         first = self.agents[0]
         pads = {"observation_space": "pad_observations_v0", "action_space": "pad_action_space_v0"}
         for name, pad in pads.items():
-            space_of = attribute(env, name)
-            if not callable(space_of):
-                raise APIUsageError(f"its {name} should be a method: the space of an agent")
+            space_of = getattr(env, name)
             for agent in self.agents:
                 if space_of(agent) != space_of(first):
                     raise APIUsageError(
@@ -861,13 +819,18 @@ class PettingZooEnvs(AdaptedEnvs):
         """Of the agents of environment i."""
         return {agent: i * len(self.agents) + j for j, agent in enumerate(self.agents)}
 
+    def agents_now(self, env) -> list:
+        """None, once all are gone, is no agents."""
+        agents = [] if env.agents is None else list(env.agents)
+        for agent in agents:
+            if agent not in self.agents:
+                raise APIUsageError(f"agent {agent} is none of its possible_agents: {self.agents}")
+        return agents
+
     def check_names(self, what: str, named, agents: list):
         """Raises unless it is a dictionary with a value for each of these agents."""
-        possible = {*self.agents}
         values = named if isinstance(named, Mapping) else {}
         for agent in agents:
-            if agent not in possible:
-                raise APIUsageError(f"agent {agent} is none of its possible_agents: {self.agents}")
             try:
                 values[agent]  # of a defaultdict too
             except LookupError as error:
@@ -882,24 +845,22 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def show(self, i: int, observations: dict, agents: list):
         """The observations of these agents. No other agent of the environment is there."""
-        if not isinstance(observations, Mapping) or (
-            observations and agents and not {*agents} & {*observations}
-        ):
+        if not isinstance(observations, Mapping):
+            self.check_names("observations", observations, agents)
+        shown = [agent for agent in agents if agent in observations]
+        if observations and not shown:
             self.check_names("observations", observations, agents)
         rows = self.rows(i)
         self.masks[list(rows.values())] = False
-        shown = [agent for agent in agents if agent in observations]
-        self.check_names("observations", observations, shown)
         for agent in shown:
             self.masks[rows[agent]] = True
             self.observe(rows[agent], observations[agent])
 
     def reset_one(self, i: int, seed: int | None = None):
         observations, _ = begin(self.envs[i], seed)
-        agents = agents_of(self.envs[i], "agents")
+        agents = self.agents_now(self.envs[i])
         if not agents:
             raise APIUsageError("after its reset there are no agents; is possible_agents emptied?")
-        self.check_names("agents", dict.fromkeys(agents), agents)
         for agent in agents:
             self.check_action_space(i, agent, self.envs[i].action_space(agent))
         self.show(i, observations, agents)
@@ -909,23 +870,22 @@ class PettingZooEnvs(AdaptedEnvs):
     def step_one(self, i: int, own_actions: list, infos: list):
         env = self.envs[i]
         rows = self.rows(i)
-        playing = agents_of(env, "agents")
-        self.check_names("agents", dict.fromkeys(playing), playing)
+        playing = self.agents_now(env)
         actions = {agent: own_actions[rows[agent]] for agent in playing}
         result = [{} if part is None else part for part in parts(env.step(actions), *STEP)]
         observations, rewards, terminations, truncations, agent_infos = result
-        agents = agents_of(env, "agents")
+        agents = self.agents_now(env)
         begun = [agent for agent in agents if agent not in playing]
         seen_before = {agent for agent in playing if self.masks[rows[agent]]}
         self.show(i, observations, playing + begun)
         there = [agent for agent in playing if agent in observations]
         for what, named in zip(("rewards", "terminations", "truncations"), result[1:4]):
             self.check_names(what, named, there)
-        for agent in {*rewards} - {*playing}:
+        absent = {*playing} - {*observations} - seen_before - self.ended[i]
+        for agent in {*rewards} - ({*playing} - absent):
             if np.any(rewards[agent]):
                 self.warn(agent, "has a reward in a step in which it does not act: that is lost")
         ended = set()
-        absent = {*playing} - {*observations} - seen_before - self.ended[i]
         for agent in playing:
             if agent in absent and not (terminations.get(agent) or truncations.get(agent)):
                 continue  # it has not come yet
@@ -1097,10 +1057,7 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
             "it is registered as a vector environment alone; give it an entry_point"
         )
     if isinstance(function, str):
-        module, _, name = function.partition(":")
-        function = getattr(module_of(module), name, None)
-        if function is None:
-            raise APIUsageError(f"its entry_point {spec.entry_point} is not there")
+        function = gym.envs.registration.load_env_creator(function)
     steps = kwargs.get("max_episode_steps")
     if isinstance(steps, float) and steps.is_integer():  # 1e3
         kwargs = {**kwargs, "max_episode_steps": int(steps)}
@@ -1119,17 +1076,13 @@ BUFFERS = ("observations", "rewards", "terminals", "truncations")
 
 def checked(own: type) -> type:
     """A PufferEnv of one's own. What it returns must be what PufferLib reads, its buffers."""
-    for function in own, own.reset:
-        parameters = parameters_of(function)
-        if parameters is None:
-            continue
-        takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
-        if "seed" not in parameters and not takes_all:
-            raise APIUsageError(f"{function.__qualname__} should take a seed: PufferLib gives one")
 
     class Checked(own):
+        def __init__(self, *args, buf=None, **kwargs):
+            super().__init__(*args, buf=buf, **kwargs)
+            self.pufferlibs = [(buf or vars(self))[name] for name in BUFFERS]
+
         def reset(self, seed: int | None = None):
-            self.pufferlibs = [getattr(self, name) for name in BUFFERS]
             with refusals():
                 observations, infos = super().reset(seed=seed)
                 check_buffers(self, observations)
@@ -1219,7 +1172,6 @@ def make(env_id: str, kwargs: dict, num_envs: int, num_workers: int, seed: int):
     """
     global started_in
     started_in = pathlib.Path.cwd()
-    let_children_end()
     if num_envs % max(num_workers, 1):
         raise APIUsageError(
             f"--num-envs, {num_envs} of this process: must be a multiple of --num-workers {num_workers}"

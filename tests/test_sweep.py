@@ -476,7 +476,8 @@ def test_a_signal_leaves_no_process_and_a_study_that_goes_on(toy, signum):
 
 def test_a_trial_may_be_of_several_ranks_and_none_outlives_the_sweep(tmp_path):
     (tmp_path / "space.yaml").write_text("gamma: [0.9, 0.99]")
-    torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"
+    assert protein_sweep.GRACE > 30  # after which torchrun kills its ranks, by default
+    torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --shutdown-timeout 4"
     words = ["--space", "space.yaml", "--script", str(ROOT / "ppo_lstm_puffer_ddp.py")]
     words += ["--launcher", f"{torchrun} --local-addr 127.0.0.1", "--", *SMALL]
     words += ["--total-timesteps", "1000000000"]
@@ -485,7 +486,7 @@ def test_a_trial_may_be_of_several_ranks_and_none_outlives_the_sweep(tmp_path):
     runs = "sweeps/*/trials/0000/*/metrics.jsonl"
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob(runs)))
     (rank,) = [one for one in processes_in(tmp_path) if one.environ().get("RANK") == "1"]
-    rank.suspend()  # it hears nothing: torchrun kills it after 30 s
+    rank.suspend()  # it hears nothing: torchrun kills it
     process.send_signal(signal.SIGINT)
     assert process.wait(90) == 130 and not alive(processes_in(tmp_path))
 
