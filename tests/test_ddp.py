@@ -491,7 +491,7 @@ def test_rank_that_hangs_while_it_imports_is_noticed(start, tmp_path):
 
 
 def test_rank_that_hangs_while_it_trains_is_noticed(tmp_path):
-    with started_ranks(*LONG, "--dist-timeout", "20", cwd=tmp_path) as (first, second):
+    with started_ranks(*LONG, "--dist-timeout", "10", cwd=tmp_path) as (first, second):
         run = first_checkpoint(tmp_path, first)
         second.send_signal(signal.SIGSTOP)
         _, stderr = first.communicate(timeout=60)
