@@ -953,7 +953,7 @@ def as_words(config: Mapping) -> list[str]:
     for name, value in config.items():
         flag = "--" + name.replace("_", "-")
         unset = value is None or (name, value) == ("device", "tpu")
-        if "." in name:  # an argument of the environment
+        if name.startswith("env."):  # an argument of the environment
             words.append(f"--{name}={format_value(value)}")
         elif unset or name in ("auto", *config.get("auto", [])):
             continue

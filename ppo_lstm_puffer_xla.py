@@ -951,6 +951,13 @@ class Run(contextlib.AbstractContextManager):
         say(f"{ending}: {self.step} steps in {self.seconds:.1f} s; {self.folder}")
 
 
+def as_words(config: dict[str, Any]) -> list[str]:
+    """Without what the reference alone has."""
+    foreign = {"compile", "cuda_graphs"} | ({"device"} if config.get("device") == "cuda" else set())
+    own = {name: value for name, value in config.items() if name not in foreign}
+    return adapters.as_words(own)
+
+
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
 
@@ -963,13 +970,13 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     if given.config is not None:
         try:
             text = Path(os.path.expanduser(given.config)).read_text()
-            words = [*adapters.as_words(yaml.load(text, adapters.Loader) or {}), *words]
+            words = [*as_words(yaml.load(text, adapters.Loader) or {}), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
         given, _ = parse_known()  # the file may have a resume or an output_dir
     if given.resume is not None:
         resumed = load_checkpoint(given.resume, given.output_dir)
-        words = [*adapters.as_words(resumed["config"]), *words]
+        words = [*as_words(resumed["config"]), *words]
     # tyro takes the keys of a dictionary from its default.
     keys = [word[6:].partition("=")[0] for word in words if word.startswith("--env.")]
     default = Args(env=dict.fromkeys((key.replace("-", "_") for key in keys), ""))

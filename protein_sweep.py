@@ -379,7 +379,9 @@ class Sweep:
         args = self.args
         words = [*shlex.split(args.launcher), args.script, *args.fixed, f"--env-id={args.env_id}"]
         words += [f"--seed={args.seed + trial.number}", f"--output-dir={folder}"]
-        return [*words, f"--time-limit={args.max_cost_seconds}", *adapters.as_words(arguments)]
+        words += [f"--time-limit={args.max_cost_seconds}", *adapters.as_words(arguments)]
+        unset = [key for key, value in arguments.items() if value is None and "env." not in key]
+        return words + [f"--{key.replace('_', '-')}=None" for key in unset]  # a preset may set it
 
     def run(self) -> int:
         """Trials until there are enough, then the best again. Returns the exit code."""

@@ -17,7 +17,7 @@ DIFFERENT = {
         draw_minibatch fit_norm main open_folder resolve train""",
     "ppo_lstm_puffer_xla.py": """
         Args COMPILED CudaGraphs Run.exit_reason Run.log
-        Run.save Run.update_done UNROLL fast_bfloat16 lstm_outputs main make_optimizers
+        Run.save Run.update_done UNROLL fast_bfloat16 lstm_outputs main make_optimizers parse_args
         fit_norm newton_schulz resolve set_up_torch train""",
 }
 
