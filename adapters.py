@@ -822,8 +822,9 @@ class PettingZooEnvs(AdaptedEnvs):
     def agents_now(self, env) -> list:
         """None, once all are gone, is no agents."""
         agents = [] if env.agents is None else list(env.agents)
+        possible = {*self.agents}
         for agent in agents:
-            if agent not in self.agents:
+            if agent not in possible:
                 raise APIUsageError(f"agent {agent} is none of its possible_agents: {self.agents}")
         return agents
 
@@ -1057,7 +1058,10 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
             "it is registered as a vector environment alone; give it an entry_point"
         )
     if isinstance(function, str):
-        function = gym.envs.registration.load_env_creator(function)
+        try:
+            function = gym.envs.registration.load_env_creator(function)
+        except ValueError as error:
+            raise APIUsageError(f"its entry_point {function} should be module:name") from error
     steps = kwargs.get("max_episode_steps")
     if isinstance(steps, float) and steps.is_integer():  # 1e3
         kwargs = {**kwargs, "max_episode_steps": int(steps)}
@@ -1080,7 +1084,7 @@ def checked(own: type) -> type:
     class Checked(own):
         def __init__(self, *args, buf=None, **kwargs):
             super().__init__(*args, buf=buf, **kwargs)
-            self.pufferlibs = [(buf or vars(self))[name] for name in BUFFERS]
+            self.pufferlibs = [buf[name] if buf else getattr(self, name) for name in BUFFERS]
 
         def reset(self, seed: int | None = None):
             with refusals():
@@ -1105,7 +1109,6 @@ def check_buffers(env: pufferlib.PufferEnv, *given):
         bound = getattr(env, name)
         if bound is not buffer:
             buffer[:] = bound
-            setattr(env, name, buffer)
         if returned is None or returned is bound:
             continue
         if not np.array_equal(np.asarray(returned, buffer.dtype), buffer):

@@ -352,7 +352,8 @@ def fresh_mean(trials: list[FrozenTrial]) -> float:
 
 def divide(things: list, workers: int) -> list[str]:
     """For each worker its own; where there are too few, workers share them."""
-    return [",".join(map(str, things[n % len(things) :: workers])) for n in range(workers)]
+    parts = np.array_split(things, min(workers, len(things)))  # neighbours
+    return [",".join(map(str, parts[n % len(parts)])) for n in range(workers)]
 
 
 class Sweep:

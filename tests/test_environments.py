@@ -429,13 +429,15 @@ class Own(pufferlib.PufferEnv):
         self.kind = kind
         super().__init__(buf)
         if kind == "bound at first":
-            self.rewards = np.zeros(1, np.float32)
+            self.rewards = self.kept = np.zeros(1, np.float32)
 
     def reset(self, seed=None):
         return self.observations, []
 
     def step(self, actions):
         self.rewards[:] = np.inf if self.kind == "infinite" else 1
+        if self.kind == "bound at first":  # and written where it was, as C does
+            self.kept += self.kept
         if self.kind == "bound":
             self.rewards = np.full(1, 0.1)  # float64
         rewards = np.full(1, 5.0) if self.kind == "apart" else self.rewards
@@ -472,7 +474,7 @@ def test_what_a_pufferenv_of_ones_own_gets_wrong_is_named(kind, named):
         ("one", 1, [3]),
         ("no", 1, []),
         ("bound", 0.1, []),
-        ("bound at first", 1, []),
+        ("bound at first", 2, []),
         ("", 1, []),
     ],
 )
@@ -487,9 +489,12 @@ def test_a_pufferenv_of_ones_own_may_bind_its_buffers_names_and_tell_little(
     envs.close()
 
 
-def test_a_vector_environment_alone_is_named(monkeypatch):
+def test_an_entry_point_that_is_none_is_named(monkeypatch):
     register_once(monkeypatch, None, vector_entry_point="somewhere:Vector")
     with pytest.raises(pufferlib.APIUsageError, match="give it an entry_point"):
+        adapters.make("Its-v0", {}, 1, 0, 1)
+    register_once(monkeypatch, "tests.environments.Task")
+    with pytest.raises(pufferlib.APIUsageError, match="Task should be module:name"):
         adapters.make("Its-v0", {}, 1, 0, 1)
 
 

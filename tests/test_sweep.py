@@ -285,7 +285,7 @@ def test_two_workers_search_around_a_preset_each_on_cores_and_a_gpu_of_its_own(t
     cores = protein_sweep.divide(sorted(os.sched_getaffinity(0)), 2)
     shares = [set(map(int, own.split(","))) for own in cores]
     assert set(logs) == {f"GPU 4 {shares[0]}", f"GPU 6 {shares[1]}"}
-    assert protein_sweep.divide([4, 5, 7], 2) == ["4,7", "5"]  # several GPUs: for torchrun
+    assert protein_sweep.divide([4, 5, 7], 2) == ["4,5", "7"]  # several GPUs: for torchrun
     assert protein_sweep.divide([4, 5, 7], 4) == ["4", "5", "7", "4"]
 
 
