@@ -315,28 +315,37 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 # Actions ------------------------------------------------------------------------------------------
 
 
-def remark_on_bounds(low: np.ndarray, high: np.ndarray, remark: Callable):
+def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Callable, alone: bool):
     """The policy begins at 0 with a deviation of 1: a Box should be there, and not much wider."""
     with np.errstate(over="ignore", invalid="ignore"):
         width = high - low
     unlike = ((width < 0.1) & (width > 0)) | ((width > 20) & np.isfinite(width))
     for i in np.flatnonzero(unlike | (low > 1) | (high < -1))[:1]:
+        rescales = alone and space.dtype.kind == "f" and space.is_bounded()
+        wrapper = "RescaleAction(env, -1, 1)" if rescales else "TransformAction"
         remark(
             f"action: a Box from {low[i]:g} to {high[i]:g}, but the policy begins at 0 with a "
-            "deviation of 1; of gymnasium.wrappers RescaleAction(env, -1, 1), for one bounded Box "
-            "of fractions, or TransformAction makes it fit"
+            f"deviation of 1; gymnasium.wrappers.{wrapper} makes it fit"
         )
 
 
-def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callable]:
+def flat_actions(
+    space: gym.Space, remark: Callable, alone: bool = True
+) -> tuple[gym.Space, Callable]:
     """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
-    actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
+    actions to a list of n actions of the space. Raises pufferlib.APIUsageError.
+
+    alone: it is not made of the parts of another space.
+    """
     boxes = [part for _, part in leaves(space)]
     if not isinstance(space, Box) and boxes and all(isinstance(part, Box) for part in boxes):
-        vector = gym.spaces.flatten_space(space)
+        try:
+            vector = gym.spaces.flatten_space(space)
+        except ValueError as error:  # an empty part
+            raise APIUsageError(f"an action of {space!s:.80} is not supported: {error}") from error
         if any((box.dtype.kind == "f") != (vector.dtype.kind == "f") for box in boxes):
             raise APIUsageError("an action of whole numbers and fractions is not supported")
-        seen, own_vectors = flat_actions(vector, remark)
+        seen, own_vectors = flat_actions(vector, remark, alone=False)
 
         def own_parts(numbers: np.ndarray) -> list:
             return [gym.spaces.unflatten(space, own) for own in own_vectors(numbers)]
@@ -352,7 +361,7 @@ def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callabl
     with np.errstate(over="ignore"):  # a float64's bound may be no float32
         low = space.low.ravel().astype(np.float32)
         high = space.high.ravel().astype(np.float32)
-    remark_on_bounds(low, high, remark)
+    remark_on_bounds(space, low, high, remark, alone)
 
     def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
         own = numbers.reshape(-1, *space.shape)
@@ -616,7 +625,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
 
     def reset(self, seed: int = 0):
-        with refusals(), torch_kept(), np.errstate(under="ignore"):
+        with refusals(), torch_kept():
             while len(self.envs) < self.num_envs:
                 self.add_one()
             objects = [getattr(env, "unwrapped", env) for env in self.envs]
@@ -636,7 +645,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.clear()
         infos = []
         own_actions = self.own_actions(actions)
-        with refusals(), torch_kept(), np.errstate(under="ignore"):  # 1e-60 is 0
+        with refusals(), torch_kept():
             for i in range(self.num_envs):
                 if self.over[i]:
                     self.reset_one(i)
@@ -691,14 +700,18 @@ class AdaptedEnvs(pufferlib.PufferEnv):
 
     def observe(self, row: int, observation):
         try:
-            self.write(self.observations[row], observation)
+            try:
+                self.write(self.observations[row], observation)
+            except FloatingPointError:  # by what an environment has set: here 1e-60 is 0
+                with np.errstate(under="ignore"):
+                    self.write(self.observations[row], observation)
         except UNFIT as error:
             problem = f"does not fit its space: {error!r:.200}"
             raise self.wrong("observation", row, problem) from error
 
     def reward(self, row: int, reward):
         try:
-            self.rewards[row] = number(reward)
+            self.rewards[row] = float(number(reward))  # numpy's own may not underflow
         except UNFIT as error:
             problem = (
                 f"is {reward!r:.80}, where one number should be "

@@ -927,7 +927,7 @@ class Run(contextlib.AbstractContextManager):
 def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     """Defaults, then --config or the run of --resume, then the command line: the last one wins."""
 
-    def parse(**options):
+    def parse(**options):  # words: as they are by then
         return tyro.cli(Args, args=adapters.whole_numbers(words, Args), **options)
 
     parse_known = partial(parse, add_help=False, return_unknown_args=True)

@@ -162,6 +162,10 @@ MILESTONES = 20  # costs, evenly spaced up to the largest, at which trials are c
 GRACE = 40.0  # seconds between SIGTERM and SIGKILL; torchrun kills its ranks after 30
 
 
+class RunFailed(Exception):
+    """A run crashed, diverged, hung or left no score. Its text says how."""
+
+
 class Run:
     """The script in a session of its own, and its metrics.jsonl, read as it grows."""
 
@@ -206,7 +210,7 @@ class Run:
                 if self.metric in row:
                     self.points.append((float(row["time"]), float(row[self.metric])))
             except (ValueError, TypeError, KeyError) as error:  # a script of your own
-                raise ChildProcessError(f"metrics.jsonl, {line[:100]}: {error!r}") from error
+                raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
 
     def score(self, until: float = np.inf) -> float:
         """The mean of the last tenth of what came up to this cost."""
@@ -215,7 +219,7 @@ class Run:
         return float(np.mean([score for cost, score in points if cost >= since]))
 
     def watch(self, trial: optuna.Trial, sweep: "Sweep") -> str | None:
-        """Until it is over or to be pruned. Returns how it ended, or raises what went wrong."""
+        """Until it is over or to be pruned; returns how it ended. Raises RunFailed, UsageError."""
         args = sweep.args
         milestones = [args.max_cost_seconds * n / MILESTONES for n in range(1, MILESTONES + 1)]
         while self.process.poll() is None:
@@ -224,7 +228,7 @@ class Run:
                 raise InterruptedError  # the trial goes back into the queue
             self.read()
             if time.monotonic() - self.seen > args.hang_seconds:
-                raise ChildProcessError(f"metrics.jsonl: nothing new for {args.hang_seconds:g} s")
+                raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
             cost = self.points[-1][0] if self.points else 0.0
             while milestones and cost >= milestones[0]:
                 due = milestones.pop(0)
@@ -240,7 +244,7 @@ class Run:
             raise UsageError(f"the script refused its arguments:\n{tail}")
         if code:
             crash = f"exit code {code}: " + tail.rstrip("=\n ").rpartition("\n")[2]
-            raise ChildProcessError(self.latest.get("exit_reason") or crash)
+            raise RunFailed(self.latest.get("exit_reason") or crash)
         if not self.points:
             have = ", ".join(sorted(self.latest)) or "nothing"
             raise UsageError(f"--metric: no {self.metric} in metrics.jsonl, which has {have}")
@@ -260,24 +264,23 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
     try:
         end = run.watch(trial, sweep)
         if not math.isfinite(run.score()):
-            raise ChildProcessError(f"{run.metric} is not finite")
+            raise RunFailed(f"{run.metric} is not finite")
         with from_user("the script must write a config.yaml"):
             (path,) = folder.glob("*/config.yaml")
             config = yaml.safe_load(path.read_text())
-    except (ChildProcessError, UsageError) as error:
+    except (RunFailed, UsageError) as error:
         wrong = isinstance(error, UsageError) and not sweep.worked()
         if wrong and len(sweep.trials()) == sweep.before:
             sweep.stopping.append(error)  # all other trials would be refused too
             raise InterruptedError from error
-        trial.set_user_attr("failure", f"failed: {error}")
+        trial.set_user_attr("failure", str(error))
         return -math.inf if sweep.args.direction == "maximize" else math.inf
     finally:
         run.end()
         sweep.slots.append(slot)
     trial.set_user_attr("config", {key: config[key] for key in config if key not in OURS})
-    cost, _ = run.points[-1]
-    trial.set_user_attr("cost", cost)
-    trial.set_user_attr("end", f"{run.score():.5g} in {cost:.1f} s ({end})")
+    trial.set_user_attr("cost", run.points[-1][0])
+    trial.set_user_attr("end", end)
     return run.score()
 
 
@@ -304,13 +307,12 @@ def one_at_a_time(folder: Path):
 def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     """The database; a trial whose machine is gone for a minute goes back into the queue."""
     name = (folder / "study.db").absolute().as_uri()  # quoted: a folder may have any name
-    query = {"uri": "true", "timeout": "60"}
-    file = sqlalchemy.URL.create("sqlite", database=name, query=query).render_as_string()
-    url = args.storage or os.environ.get("OPTUNA_STORAGE") or file
+    file = sqlalchemy.URL.create("sqlite", database=name, query={"uri": "true"})
+    url = args.storage or os.environ.get("OPTUNA_STORAGE") or file.render_as_string()
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
-    options = {"engine_kwargs": {"pool_pre_ping": True}, "heartbeat_interval": 10}
-    options |= {"grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
-    connect = partial(optuna.storages.RDBStorage, url, **options)
+    wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
+    beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
+    connect = partial(optuna.storages.RDBStorage, url, engine_kwargs=wait, **beat)
     with from_user("--storage"):
         with contextlib.suppress(sqlalchemy.exc.DBAPIError):
             return connect()
@@ -351,8 +353,8 @@ def fresh_mean(trials: list[FrozenTrial]) -> float:
 
 
 def divide(things: list, workers: int) -> list[str]:
-    """For each worker its own; where there are too few, workers share them."""
-    parts = np.array_split(things, min(workers, len(things)))  # neighbours
+    """For each worker its neighbouring ones; where there are too few, workers share them."""
+    parts = np.array_split(things, min(workers, len(things)))
     return [",".join(map(str, parts[n % len(parts)])) for n in range(workers)]
 
 
@@ -365,7 +367,6 @@ class Sweep:
         self.before = len(self.trials())  # trials that were over when this process began
         self.target = args.num_trials + sum("again" in one.user_attrs for one in self.trials())
         self.deadline = time.monotonic() + args.timeout
-        self.write_best = one_at_a_time(folder)(self.write_best)
         self.better = max if args.direction == "maximize" else min
         self.stopping = []  # what said so: signals' numbers, the UsageError of a first trial
         every_gpu = ",".join(map(str, range(torch.cuda.device_count())))
@@ -380,9 +381,10 @@ class Sweep:
         args = self.args
         words = [*shlex.split(args.launcher), args.script, *args.fixed, f"--env-id={args.env_id}"]
         words += [f"--seed={args.seed + trial.number}", f"--output-dir={folder}"]
-        words += [f"--time-limit={args.max_cost_seconds}", *adapters.as_words(arguments)]
-        unset = [key for key, value in arguments.items() if value is None and "env." not in key]
-        return words + [f"--{key.replace('_', '-')}=None" for key in unset]  # a preset may set it
+        for key, value in arguments.items():
+            if value is None and not key.startswith("env."):  # a preset may have another
+                arguments = arguments | {key: "None"}
+        return [*words, f"--time-limit={args.max_cost_seconds}", *adapters.as_words(arguments)]
 
     def run(self) -> int:
         """Trials until there are enough, then the best again. Returns the exit code."""
@@ -458,11 +460,17 @@ class Sweep:
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial):
         """Optuna's callback: a line for people, best.yaml, and whether that was enough."""
-        end = trial.user_attrs.get("failure") or trial.user_attrs.get("end", "interrupted")
-        if trial.state == TrialState.FAIL:
+        facts = trial.user_attrs
+        if "failure" in facts:
+            line = f"failed: {facts['failure']}"
+        elif trial.state == TrialState.FAIL:
+            line = "interrupted"
             RETRY(study, trial)
-        end += self.write_best()
-        say(f"trial {trial.number}: {end}; {len(self.trials())} of {self.target}")
+        else:
+            line = f"{trial.value:.5g} in {facts['cost']:.1f} s ({facts['end']})"
+        with one_at_a_time(self.folder):
+            line += self.write_best()
+        say(f"trial {trial.number}: {line}; {len(self.trials())} of {self.target}")
         if self.enough():
             study.stop()
 
@@ -486,7 +494,8 @@ class Sweep:
         if not trials:
             say(f"no trial has a score; the logs are in {self.folder / 'trials'}")
             return
-        self.write_best()  # another machine's trial may have ended last
+        with one_at_a_time(self.folder):
+            self.write_best()  # another machine's trial may have ended last
         matplotlib.use("Agg")
         plots = optuna.visualization.matplotlib
         both = optuna.create_study(directions=["minimize", self.args.direction])

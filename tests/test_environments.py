@@ -292,6 +292,7 @@ def test_that_no_episode_ends_is_said_once(length, monkeypatch, capfd):
         ({"acts": gym.spaces.Sequence(Discrete(2))}, "an action of Sequence is not supported"),
         ({"acts": Dict(a=Discrete(2), b=UNIT)}, "Box"),
         ({"acts": Tuple((UNIT, Box(0, 9, (1,), np.int32)))}, "whole numbers and fractions"),
+        ({"acts": Dict(a=UNIT, b=Dict({}))}, "an action of Dict.* is not supported"),
     ],
 )
 def test_space_that_cannot_be_is_refused_at_once(spaces, named):

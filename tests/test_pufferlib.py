@@ -138,7 +138,7 @@ def test_environment_gets_the_same_seeds_in_every_backend_and_neighbouring_runs_
 
 
 def numbers_of(name, seed):
-    """A hash of what an environment of Ocean shows in 40 steps of the same random actions."""
+    """A hash of what an environment of Ocean shows in 80 steps of the same random actions."""
     np.random.seed(seed)  # as a program would: pysquared draws from it
     kwargs = {} if name in ("pysquared", "nmmo3") else {"num_envs": 16}
     if name == "tower_climb":
@@ -150,7 +150,7 @@ def numbers_of(name, seed):
     space = vecenv.single_action_space
     rng = np.random.default_rng(0)
     digest = hashlib.sha256()
-    for _ in range(40):
+    for _ in range(80):
         for array in vecenv.recv()[:2]:
             assert np.isfinite(array).all()
             digest.update(array)
