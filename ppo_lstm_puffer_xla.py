@@ -58,13 +58,13 @@ class Args:
     env_id: str = "breakout"  # of Ocean, Gymnasium (CartPole-v1), or a module with parallel_env
     env: dict[str, Any] = field(default_factory=dict)  # its own arguments, each as --env.KEY VALUE
     num_envs: int = 512  # environments in parallel; one may hold several agents
-    num_workers: int = 0  # of each host; even: double-buffered
+    num_workers: int = 0  # of each host; even: half act, half step
     clip_rewards: bool = True  # to [-1, 1] for learning, unless norm_rewards; logs are unclipped
     norm_rewards: bool = False  # divide by the discounted returns' standard deviation; clip to 10
     norm_obs: bool = False  # observations to mean 0, standard deviation 1 (images: never)
     # Algorithm
     total_timesteps: int = 20_000_000  # over all agents; the learning rate falls over them
-    learning_rate: float = 0.06  # of --optimizer; adam: 0.00025 (Atari) to 0.01 (Breakout)
+    learning_rate: float = 0.06  # Muon's; with --optimizer adam 0.00025 (Atari) to 0.01 (Breakout)
     adam_learning_rate: float = 5e-4  # with Muon: of Adam, for whatever is not a matrix
     optimizer: Literal["muon", "adam"] = "muon"  # Muon for matrices and Adam for the rest, or Adam
     momentum: float = 0.8  # Muon's; Adam's beta1 where Adam trains all
@@ -74,7 +74,7 @@ class Args:
     gae_lambda: float = 0.9  # lambda of the advantages
     minibatch_size: int = 2048  # steps per update: minibatch_size / num_steps segments
     max_minibatch_size: int = 32768  # more steps are split, and their gradients accumulated
-    update_epochs: float = 1.0  # batches' worth of minibatches per iteration, each drawn anew
+    update_epochs: float = 1.0  # batches' worth of minibatches, each drawn anew: some steps never
     norm_adv: bool = True  # advantages to mean 0, standard deviation 1 over the batch
     clip_coef: float = 0.15  # PPO's clip range of the ratio
     vf_clip_coef: float = 2.0  # clip range of the value loss; inf: not clipped
@@ -87,7 +87,7 @@ class Args:
     prio_beta0: float = 0.2  # first exponent of the importance weights; the last is 1
     # Network and speed
     hidden_size: int = 128  # width of the encoder and of the LSTM
-    chrono_init: int = 1  # for memory: first biases of gates that keep for up to so many steps
+    chrono_init: int = 1  # for memory: at first, gates keep the state for up to so many steps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is faster
     # Run
     time_limit: float = math.inf  # stop after so many seconds of training; schedules do not follow
@@ -96,7 +96,7 @@ class Args:
     config: str | None = None  # a YAML file of arguments, such as a run's config.yaml; flags win
     resume: str | None = None  # go on with a run: its folder, or latest
     profile: bool = False  # write a trace of iterations 6 to 8 to the run's folder, for Perfetto
-    auto: list[str] = field(default_factory=list, init=False)  # what `resolve` replaced
+    auto: tyro.conf.Suppress[list[str]] = field(default_factory=list, init=False)  # by resolve
 
 
 # ALGO LOGIC: the network --------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Agent(nn.Module):
         return actor(hidden), self.policy.value(hidden).squeeze(-1)
 
     def sampling_noise(self, *shape: int, device=None) -> torch.Tensor:
-        """(*shape, num_logits) for `sample`: standard normal, or Exponential(1)."""
+        """(*shape, num_logits) for `sample`, once for all steps: normal, or Exponential(1)."""
         noise = torch.empty((*shape, self.num_logits), device=device)
         return noise.normal_() if self.continuous else noise.exponential_()
 
@@ -277,8 +277,9 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
 
     values, dones (T + 1, N): index T is the observation after the segment, its value the
     bootstrap. dones[t + 1] = 1: v_{t+1} is not bootstrapped from, and the sum starts anew.
-    rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (The
-    last observation of an episode has valid 0, and dones 1 if it terminated, 0 if truncated.)
+    rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (So
+    it is at an episode's last observation, where one is shown: not by C environments. dones is 1
+    there if it terminated, 0 if it was truncated.)
     With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
     discount = args.gamma * (1 - dones[1:])
@@ -298,7 +299,7 @@ def sample_segments(advantages, valid, uniform, k, alpha, beta):
 
     Systematic sampling (Madow 1949): the segments lie in random order on a line from 0 to 1, each
     as long as its probability p_i. k points at equal distances, the first at random, draw the
-    segments they fall on: segment i k p_i times on average, twice only if p_i > 1 / k. Its weight
+    segments they fall on: segment i on average k * p_i times, twice only if p_i > 1 / k. Its weight
     is (1 / (n p_i))^beta n / k, n the segments with a valid step: a weighted sum is unbiased at
     beta 1. advantages, valid (T, N); uniform (N + 1) in [0, 1): N for the order, one for the first
     point. Returns indices (k) int64 and weights (k) float32.
@@ -315,10 +316,12 @@ def sample_segments(advantages, valid, uniform, k, alpha, beta):
 
 
 class Minibatch(NamedTuple):
+    """The last dimension of every field is B: `update` splits all of them there."""
+
     segments: torch.Tensor  # (B) indices into the batch
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
-    values: torch.Tensor  # (T, B), of the last update that drew them: clipping starts from them
+    values: torch.Tensor  # (T, B), of their last draw, or of the rollout: clipped around
     weight: torch.Tensor  # (T, B), of a step in each term of the loss; 0 where it was ignored
 
 
@@ -348,20 +351,23 @@ def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
     sum weighted by minibatch.weight, so the losses of a minibatch's parts add up to its own.
     Returns the loss; detached, the ratio and values (T, B), and the terms LOSSES[1:].
     """
-    _, advantages, returns, old_values, weight = minibatch
+    _, advantages, returns, old_values, weight = minibatch  # each (T, B)
     logits, values = agent.heads(hidden)
     logprobs, entropy = agent.evaluate_actions(logits, actions)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
-    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -(weight * torch.min(ratio * advantages, clipped_ratio * advantages)).sum()
+    surrogate = ratio * advantages
+    clipped_surrogate = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages
+    policy_loss = -(weight * torch.min(surrogate, clipped_surrogate)).sum()
     change = (values - old_values).clamp(-args.vf_clip_coef, args.vf_clip_coef)
-    value_error = torch.max((values - returns) ** 2, (old_values + change - returns) ** 2)
-    value_loss = 0.5 * (weight * value_error).sum()
+    error = (values - returns) ** 2
+    clipped_error = (old_values + change - returns) ** 2
+    value_loss = 0.5 * (weight * torch.max(error, clipped_error)).sum()
     entropy = (weight * entropy).sum()
     approx_kl = (weight * (ratio - 1 - logratio)).sum()
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    # In the order of LOSSES[1:].
     terms = torch.stack((policy_loss, value_loss, entropy, approx_kl, clipfrac))
     return loss, ratio.detach(), values.detach(), terms.detach()
 
@@ -518,10 +524,13 @@ def train(args: Args, envs: "Envs", run: "Run"):
             part = Minibatch(*(tensor[..., first : first + most] for tensor in minibatch))
             segments = part.segments
             features = agent.encode(observations[:T, segments])
-            start = start_h[segments], start_c[segments]
-            hidden = lstm_outputs(features, *start, dones[:T, segments], *agent.lstm_weights())
-            taken = actions[:, segments], logprobs[:, segments]
-            loss, new_ratio, new_values, terms = ppo_loss(agent, hidden, *taken, part, args)
+            first_h = start_h[segments]
+            first_c = start_c[segments]
+            resets = dones[:T, segments]
+            hidden = lstm_outputs(features, first_h, first_c, resets, *agent.lstm_weights())
+            loss, new_ratio, new_values, terms = ppo_loss(
+                agent, hidden, actions[:, segments], logprobs[:, segments], part, args
+            )
             loss.backward()
             ratio[:, segments] = new_ratio  # of the policy before this optimizer step
             values[:T, segments] = new_values
@@ -545,7 +554,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             stored.copy_(weight.detach())
         for t in range(T + 1):  # step T is for v_T alone: the next segment acts on o_T
             for group in groups:
-                if t > 0:
+                if t > 0:  # row 0 is row T of the segment before
                     receive(t)
                 act_at(t, group.start, group.stop)
                 if t < T:
@@ -563,17 +572,17 @@ def train(args: Args, envs: "Envs", run: "Run"):
         # UPDATE: minibatches of segments by priority; advantages follow the values and ratios.
         update_began = time.perf_counter()
         progress = run.step / args.total_timesteps
-        schedules = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1.0}
+        decay = {"exponential": 64**-progress, "linear": 1 - progress, "constant": 1}[args.anneal]
         for optimizer, rate in zip(optimizers, (args.learning_rate, args.adam_learning_rate)):
-            optimizer.param_groups[0]["lr"].fill_(rate * schedules[args.anneal])
+            optimizer.param_groups[0]["lr"].fill_(rate * decay)
         beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         ratio.fill_(1)
         rollout_values = values.clone()
         statistics = zeros(len(LOSSES))
         for _ in range(num_minibatches):
             statistics += update()
-        of_rollout = rollout_values, rewards, dones, counted, torch.ones_like(ratio), args
-        advantages = compute_advantages(*of_rollout)
+        ones = torch.ones_like(ratio)  # of the policy that acted
+        advantages = compute_advantages(rollout_values, rewards, dones, counted, ones, args)
         unexplained = moments(advantages, counted)[1]
         unexplained /= moments(advantages + rollout_values[:T], counted)[1].clamp_min(1e-12)
         statistics = torch.cat((statistics / num_minibatches, 1 - unexplained[None]))
@@ -591,7 +600,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
             raise adapters.NotFinite(f"{losses}; observation, reward up to {seen}; docs/trouble.md")
         over = run.exit_reason is not None
         if run.iteration % args.log_interval == 0 or over:
-            run.log(losses, args.learning_rate * schedules[args.anneal])
+            run.log(losses, args.learning_rate * decay)
         if run.iteration % args.checkpoint_interval == 0:
             run.save()
         # The next segment begins where this one ended: row T of what `act` is given.
@@ -934,8 +943,10 @@ class Run(contextlib.AbstractContextManager):
         if self.profiler:
             self.profiler.stop()
         reason = f"{kind.__name__}: {error}" if kind else self.exit_reason
-        learned = [*self.agent.parameters(), *adapters.running_statistics(self.agent)]
-        finite = self.compiled and all(value.isfinite().all() for value in learned)
+        finite = False
+        if self.compiled:  # else there may be no agent: a fork's failed as it was made
+            learned = [*self.agent.parameters(), *adapters.running_statistics(self.agent)]
+            finite = all(value.isfinite().all() for value in learned)
         try:
             if finite:
                 self.save()

@@ -28,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM, Signals
+from signal import SIGINT, SIGKILL, SIGTERM, Signals, default_int_handler, signal
 
 import psutil
 import torch
@@ -258,6 +258,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, help="kills of each kind; of first, pairs")
     parser.add_argument("--seed", type=int, default=1, help="of victims, signals and moments")
     args = parser.parse_args()
+    signal(SIGINT, default_int_handler)  # started with &, it would be ignored, by children too
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as work:
         for kind in args.kinds:

@@ -67,6 +67,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("--env-id CartPole-v1 --num-envs 15 --num-workers 2", "--num-envs 15 --num-workers 2"),
         ("--num-envs abc", "--num-envs abc"),
         ("--gama 0.9", "--gama --gamma"),
+        ("--auto foo", "--auto"),
         ("--device tpu", "--device tpu cpu cuda"),
         ("--device cuda", "--device cuda cpu"),
         ("--optimizer adam --momentum 1", "--momentum 1 0.999"),

@@ -451,6 +451,14 @@ def test_environment_that_raises_ends_the_run_with_its_reason_and_a_checkpoint(t
         assert end_of(run)["exit_reason"] == "ValueError: not today"
 
 
+def test_an_error_in_a_forks_network_is_not_hidden_by_another(monkeypatch, tmp_path):
+    monkeypatch.setattr(ppo, "layer_init", lambda layer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_here(tmp_path)
+    (run,) = tmp_path.iterdir()
+    assert end_of(run)["exit_reason"] == "ZeroDivisionError: division by zero"
+
+
 @pytest.mark.parametrize(
     ("reward", "named", "last", "scaled"),
     [
