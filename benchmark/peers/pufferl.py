@@ -45,7 +45,7 @@ def main():
     parser.add_argument("--backend", choices=backends, default="Serial", help="on a CPU")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--hidden-size", type=int, default=128, help="of a Gymnasium id's network")
-    parser.add_argument("--env", type=json.loads, default={}, help="a Gymnasium id's, as JSON")
+    parser.add_argument("--env", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--train", type=json.loads, default={}, help="other settings, as JSON")
     args = parser.parse_args()
     sys.argv = sys.argv[:1]
@@ -73,6 +73,7 @@ def main():
         policy = pufferlib.models.Default(vecenv.driver_env, hidden_size=width)
         policy = pufferlib.models.LSTMWrapper(vecenv.driver_env, policy, width, width)
     else:
+        config["env"] |= args.env
         vecenv = pufferl.load_env(name, config)
         policy = pufferl.load_policy(config, vecenv)
     train |= args.train
