@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -562,7 +563,9 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     ):
         self.make_one = make_one
         self.num_envs = num_envs
-        self.envs = [make_one()]  # the others at the first reset: for the spaces, one is enough
+        self.seed = seed
+        self.envs = []
+        self.envs.append(self.make_env())  # the others at the first reset: for spaces one is enough
         self.over = [True] * num_envs  # the next step is a reset
         self.warned = set()  # what was said of agents
         self.ended = [set()] * num_envs  # of several agents, those whose end was the last step
@@ -584,6 +587,14 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             raise
         if workers and buf is None:
             self.close()
+
+    def make_env(self):
+        """One more. What it draws from its np_random while it is made is seeded too."""
+        gym.Env._np_random = np.random.default_rng((self.seed, len(self.envs)))
+        try:
+            return self.make_one()
+        finally:
+            gym.Env._np_random = None
 
     def said_already(self, text: str):
         pass
@@ -613,7 +624,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     def add_one(self):
         """One more environment. It must have the spaces of the first."""
         agents = self.agents
-        self.envs.append(self.make_one())
+        self.envs.append(self.make_env())
         (seen, _, columns), _, own_action_space = self.flat_spaces(self.said_already)
         if {*self.agents} != {*agents}:
             raise APIUsageError(f"its environments have different agents: {agents}, {self.agents}")
@@ -657,7 +668,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         if self.steps == LONG and not self.any_ended and self.is_first():
             limit = "a limit ends one (of Gymnasium's: --env.max_episode_steps 1000)"
             say(f"no episode has ended in {LONG} steps, so there is no return to log; {limit}")
-        infos = list_of(infos)
+        infos = [info for info in infos if info]
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
     def is_first(self) -> bool:
@@ -819,6 +830,8 @@ class PettingZooEnvs(AdaptedEnvs):
         pads = {"observation_space": "pad_observations_v0", "action_space": "pad_action_space_v0"}
         for name, pad in pads.items():
             space_of = getattr(env, name)
+            if not callable(space_of):
+                raise APIUsageError(f"its {name} should be a method: def {name}(self, agent)")
             for agent in self.agents:
                 if space_of(agent) != space_of(first):
                     raise APIUsageError(
@@ -1053,7 +1066,8 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
         if versions:
             hint = f"There is {', '.join(versions)}"
         elif module:
-            hint = f'{module} does not register it: gym.register("{gym_id}", YourClass)'
+            hint = f'{module} does not register it: gym.register("{gym_id}", YourClass). '
+            hint += f"PettingZoo's: give {module} a parallel_env(), and take --env-id {module}"
         elif "/" in gym_id:
             module = "ale_py" if gym_id.startswith("ALE/") else "MODULE"
             hint = f"Name its module: {module}:{gym_id}"
@@ -1088,7 +1102,7 @@ def gymnasium_maker(gym_id: str, module: str, kwargs: dict) -> Callable:
     return partial(gym.make, gym_id, **of_make)
 
 
-BUFFERS = ("observations", "rewards", "terminals", "truncations")
+BUFFERS = ("observations", "rewards", "terminals", "truncations", "masks")  # in `pufferlibs`
 
 
 def checked(own: type) -> type:
@@ -1096,35 +1110,55 @@ def checked(own: type) -> type:
 
     class Checked(own):
         def __init__(self, *args, buf=None, **kwargs):
-            super().__init__(*args, buf=buf, **kwargs)
-            self.pufferlibs = [buf[name] if buf else getattr(self, name) for name in BUFFERS]
+            super().__init__(*args, buf=buf, **copy.deepcopy(kwargs))  # each has its own
 
-        def reset(self, seed: int | None = None):
+        def reset(self, seed: int | None = None, **options):  # options: in calls of its own
             with refusals():
-                observations, infos = super().reset(seed=seed)
+                observations, infos = parts(super().reset(seed=seed, **options), *RESET)
                 check_buffers(self, observations)
             return observations, list_of(infos)
 
         def step(self, actions: np.ndarray):
             with refusals():
-                *given, infos = super().step(actions)
+                result = super().step(np.array(actions))  # a copy: it may keep or change it
+                *given, infos = parts(result, *STEP)
                 check_buffers(self, *given)
                 if not np.isfinite(self.rewards).all():
                     raise NotFinite("a reward is not finite")
             return *given, list_of(infos)
 
+        def recv(self):
+            *_, infos, agents, _ = super().recv()
+            *given, masks = self.pufferlibs
+            return *given, infos, agents, masks
+
+        def close(self):
+            with contextlib.suppress(NotImplementedError):  # PufferEnv's: it has none
+                super().close()
+
     return update_wrapper(Checked, own, updated=())
 
 
 def check_buffers(env: pufferlib.PufferEnv, *given):
-    """Refuses what was returned and is not in the buffers; what was bound to their names is."""
-    for name, buffer, returned in zip(BUFFERS, env.pufferlibs, given):
+    """Copies what was bound to the buffers' names. Refuses what does not fit, and what was returned
+    and is not in them."""
+    for name, buffer, returned in itertools.zip_longest(BUFFERS, env.pufferlibs, given):
         bound = getattr(env, name)
         if bound is not buffer:
-            buffer[:] = bound
+            try:
+                values = np.asarray(bound)
+                if values.size == buffer.size:
+                    values = values.reshape(buffer.shape)
+                buffer[:] = values
+                fits = buffer.dtype.kind == "f" or np.array_equal(buffer, buffer * 0 + values)
+            except UNFIT as error:
+                raise APIUsageError(f"what it binds to self.{name}: {error}") from error
+            if not fits:
+                raise APIUsageError(f"it binds {values.dtype} to self.{name}: no {buffer.dtype}")
         if returned is None or returned is bound:
             continue
-        if not np.array_equal(np.asarray(returned, buffer.dtype), buffer):
+        dtype = buffer.dtype if buffer.dtype.kind == "f" else None
+        if not np.array_equal(np.asarray(returned, dtype), buffer, equal_nan=dtype is not None):
             raise APIUsageError(
                 f"it returns {name} that are not in its buffer, which is what PufferLib reads: "
                 f"self.{name}[:] = ..."
@@ -1132,12 +1166,10 @@ def check_buffers(env: pufferlib.PufferEnv, *given):
 
 
 def list_of(infos) -> list:
-    """Those that say something; one alone, or None, may stand for a list."""
-    if infos is None:
-        return []
-    if isinstance(infos, Mapping):
-        return [infos]
-    return [info for info in infos if info]
+    """The numbers of those that have some; one alone, or None, may stand for a list."""
+    if infos is None or isinstance(infos, Mapping):
+        infos = [infos]
+    return [numbers for info in infos if (numbers := dict(numbers_in(info)))]
 
 
 def environment_maker(env_id: str, kwargs: dict) -> Callable:
@@ -1148,6 +1180,9 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
     """
     name = env_id.removeprefix("puffer_")
     if name in OCEAN:
+        if name == env_id and os.path.exists(f"{name}.py"):  # one's own, or Ocean's?
+            text = f"{name}.py is here, and Ocean has a {name}: rename it, or take puffer_{name}"
+            raise APIUsageError(text)
         maker = ocean.env_creator(f"puffer_{name}")
         check_arguments(kwargs, maker, less=("num_envs", "buf", "seed"))
         return partial(maker, **kwargs)

@@ -424,6 +424,8 @@ class Own(pufferlib.PufferEnv):
 
     def __init__(self, buf=None, seed=0, kind=""):
         self.single_observation_space = UNIT
+        if kind.startswith("bytes"):
+            self.single_observation_space = Box(0, 255, (1,), np.uint8)
         starts = {"start": Discrete(2, start=1), "whole": Box(0, 2, (1,), np.int32)}
         self.single_action_space = starts.get(kind, Discrete(2))
         self.num_agents = 1
@@ -431,8 +433,12 @@ class Own(pufferlib.PufferEnv):
         super().__init__(buf)
         if kind == "bound at first":
             self.rewards = self.kept = np.zeros(1, np.float32)
+        if kind == "resets itself":
+            self.reset(only=1)
 
-    def reset(self, seed=None):
+    def reset(self, seed=None, only=None):
+        if self.kind == "alone":
+            return self.observations
         return self.observations, []
 
     def step(self, actions):
@@ -441,15 +447,26 @@ class Own(pufferlib.PufferEnv):
             self.kept += self.kept
         if self.kind == "bound":
             self.rewards = np.full(1, 0.1)  # float64
+        if self.kind == "column":
+            self.rewards = np.full((1, 1), 0.1)
+        if self.kind == "takes the actions":
+            actions[:] = 7
+        if self.kind == "floats for truth":
+            self.terminals = np.zeros(1)
+        if self.kind.startswith("bytes"):
+            self.observations = np.full((1, 1), {"bytes, -1": -1, "bytes, 0.7": 0.7}[self.kind])
+        if self.kind == "shape":
+            self.rewards = np.zeros(3)
+        if self.kind == "ignored":
+            self.masks = np.zeros(1, bool)
         rewards = np.full(1, 5.0) if self.kind == "apart" else self.rewards
-        infos = {"some": [None, {"score": 3}], "one": {"score": 3}, "no": None}.get(self.kind, [])
+        infos = {"some": [None, {"score": 3}], "one": {"score": 3}, "no": None}
+        infos["words"] = [{"score": 3, "n": "x", "names": ["a", "b"], "a function": lambda: 1}]
+        infos = infos.get(self.kind, [])
         return self.observations, rewards, None, [False], infos
 
     def check(self):  # a name that means nothing here
         raise NotImplementedError
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -459,6 +476,10 @@ class Own(pufferlib.PufferEnv):
         ("whole", "whole ones in no Box"),
         ("apart", r"rewards that are not in its buffer.*self.rewards\[:\] = "),
         ("infinite", "a reward is not finite"),
+        ("bytes, 0.7", "binds float64 to self.observations: no uint8"),
+        ("bytes, -1", "binds int64 to self.observations: no uint8"),
+        ("shape", r"binds to self.rewards: could not broadcast"),
+        ("alone", "reset returned ndarray"),
     ],
 )
 def test_what_a_pufferenv_of_ones_own_gets_wrong_is_named(kind, named):
@@ -476,6 +497,10 @@ def test_what_a_pufferenv_of_ones_own_gets_wrong_is_named(kind, named):
         ("no", 1, []),
         ("bound", 0.1, []),
         ("bound at first", 2, []),
+        ("column", 0.1, []),
+        ("floats for truth", 1, []),
+        ("resets itself", 1, []),
+        ("words", 1, [3]),
         ("", 1, []),
     ],
 )
@@ -488,6 +513,59 @@ def test_a_pufferenv_of_ones_own_may_bind_its_buffers_names_and_tell_little(
     assert rows[1, 0].tolist() == pytest.approx([0, reward, 0, 1])
     assert [value for value, _ in envs.logs["score"]] == scores
     envs.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_pufferenv_of_ones_own_may_take_actions_away_and_say_who_is_there(num_workers):
+    kinds = {"kind": "takes the actions"}
+    vecenv = adapters.make("tests.test_environments:Own", kinds, 1, num_workers, 1)
+    envs = ppo.Envs(vecenv, 1)
+    envs.reset()
+    envs.receive()
+    actions = np.ones((1, 1), np.int64)
+    envs.send(actions)
+    envs.receive()
+    assert actions == 1
+    envs.close()
+    vecenv = adapters.make("tests.test_environments:Own", {"kind": "ignored"}, 1, num_workers, 1)
+    rows, envs = rollout(vecenv, 2)
+    assert rows[1, 0].tolist() == [0, 1, 0, 0]
+    envs.close()
+
+
+def test_copies_of_a_pufferenv_share_no_argument():
+    vecenv = adapters.make("tests.test_environments:Takes", {"levels": [1, 2]}, 3, 0, 1)
+    assert [env.level for env in vecenv.envs] == [2, 2, 2]
+
+
+class Takes(Own):
+    def __init__(self, levels, buf=None, seed=0):
+        super().__init__(buf, seed)
+        self.level = levels.pop()
+
+
+class Maze(Scripted):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.maze = self.np_random.random()
+
+
+def test_what_is_drawn_from_np_random_before_the_first_reset_is_seeded(monkeypatch):
+    register_once(monkeypatch, Maze)
+    mazes = []
+    for seed in 1, 1, 2:
+        envs = adapters.make("Its-v0", {}, 2, 0, seed)
+        envs.async_reset(seed)
+        mazes.append([env.unwrapped.maze for env in envs.driver_env.envs])
+    assert mazes[0] == mazes[1] and len({*mazes[0], *mazes[2]}) == 4
+
+
+def test_a_module_here_with_the_name_of_a_game_of_oceans_is_not_taken_for_it(tmp_path, monkeypatch):
+    (tmp_path / "squared.py").write_text("def parallel_env(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pufferlib.APIUsageError, match=r"squared.py is here.*puffer_squared"):
+        adapters.make("squared", {}, 1, 0, 1)
+    adapters.make("puffer_squared", {}, 1, 0, 1).close()
 
 
 def test_an_entry_point_that_is_none_is_named(monkeypatch):
