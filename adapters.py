@@ -1150,7 +1150,7 @@ def check_buffers(env: pufferlib.PufferEnv, *given):
                 if values.size == buffer.size:
                     values = values.reshape(buffer.shape)
                 buffer[:] = values
-                fits = buffer.dtype.kind == "f" or np.array_equal(buffer, buffer * 0 + values)
+                fits = buffer.dtype.kind == "f" or (buffer == values).all()
             except UNFIT as error:
                 raise APIUsageError(f"what it binds to self.{name}: {error}") from error
             if not fits:
