@@ -1000,13 +1000,13 @@ def main(args: Args, resumed: dict | None = None) -> int:
     """Trains, with environments and a run's folder that are closed whatever happens."""
     seed = pufferlib.env_seed(args.seed, resumed["iteration"] if resumed else 0)
     try:
-        with adapters.signals_kept(), contextlib.closing(make_envs(args, seed)) as envs:
+        with contextlib.closing(make_envs(args, seed)) as envs:
             batch = envs.num_agents * args.num_steps
             if args.minibatch_size > batch:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
             envs.reset()  # here, so that one that fails here (not in a worker) leaves no folder
             set_up_torch(args, envs, seed)  # after it: an environment may seed torch
-            with Run(args, envs, resumed) as run:
+            with adapters.signals_kept(), Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except pufferlib.APIUsageError as error:
         say(f"error: {error}")

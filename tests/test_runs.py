@@ -340,6 +340,23 @@ gymnasium.register("Takes-v0", Takes)
     assert process.wait(60) == 143 and end_of(run)["exit_reason"] == "sigterm"
 
 
+def test_an_environment_that_does_not_close_ends_by_a_second_signal(started, tmp_path):
+    (tmp_path / "open.py").write_text("""
+import time, gymnasium, tests.environments
+class Open(tests.environments.TwoDials):
+    def close(self):
+        open("closing", "w")
+        time.sleep(1000)
+gymnasium.register("Open-v0", Open)
+""")
+    process, run = started(*LONG, "--env-id", "open:Open-v0", cwd=tmp_path)
+    process.terminate()
+    wait_for((tmp_path / "closing").exists, process)
+    assert end_of(run)["exit_reason"] == "sigterm" and checkpoint(run)["step"] > 0
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+
+
 def test_a_signal_in_the_last_iteration_is_no_failure_and_a_run_gives_the_signals_back(
     tmp_path, monkeypatch
 ):
