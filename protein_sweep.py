@@ -8,7 +8,8 @@
 
 Optuna keeps the study: trials, database, sampling, pruning. This file makes a trial of a run: on
 cores and a GPU of its own, its score and cost read while it goes on, stopped when it looks
-hopeless, told to the sampler when it fails. At the end the three best run again on fresh seeds.
+hopeless, told to the sampler when it fails. At the end the three best run again on fresh seeds. Protein is
+the name of PufferLib's search, which looks at costs too; this one has none of its code.
 """
 
 import ast
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -117,14 +119,6 @@ class Parameter(NamedTuple):
     distribution: CategoricalDistribution | FloatDistribution | IntDistribution
     to_argument: Callable[[Any], Any] = lambda value: value
     to_scale: Callable[[Any], Any] = lambda value: value
-
-    def suggest(self, trial: optuna.Trial) -> Any:
-        """The argument's value in a trial."""
-        one = self.distribution
-        if isinstance(one, CategoricalDistribution):
-            return trial.suggest_categorical(self.name, one.choices)
-        method = trial.suggest_int if isinstance(one, IntDistribution) else trial.suggest_float
-        return self.to_argument(method(self.name, one.low, one.high, log=one.log))
 
     def nearest(self, value: Any) -> Any:
         """What the study has for a value of the argument, moved into the space. None: nothing."""
@@ -257,7 +251,9 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
     Samplers leave out what failed or was pruned, and would try the like again. So a crash, a hang,
     a divergence is told as infinitely bad, and a pruned trial with the score that it had.
     """
-    arguments = {one.argument: one.suggest(trial) for one in sweep.space}
+    sweep.began.append(trial.number)
+    trial.set_user_attr("began", trial.number)
+    arguments = {one.argument: one.to_argument(trial.params[one.name]) for one in sweep.space}
     folder = sweep.folder / "trials" / f"{trial.number:04d}"
     slot = sweep.slots.pop()
     run = Run(slot + sweep.command(trial, arguments, folder), folder, sweep.args.metric)
@@ -269,8 +265,8 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
             (path,) = folder.glob("*/config.yaml")
             config = yaml.safe_load(path.read_text())
     except (RunFailed, UsageError) as error:
-        wrong = isinstance(error, UsageError) and not sweep.worked()
-        if wrong and len(sweep.trials()) == sweep.before:
+        first = trial.number == sweep.began[0]
+        if first and isinstance(error, UsageError) and not sweep.worked():
             sweep.stopping.append(error)  # all other trials would be refused too
             raise InterruptedError from error
         trial.set_user_attr("failure", str(error))
@@ -310,7 +306,9 @@ def open_storage(args: Args, folder: Path) -> optuna.storages.RDBStorage:
     file = sqlalchemy.URL.create("sqlite", database=name, query={"uri": "true"})
     url = args.storage or os.environ.get("OPTUNA_STORAGE") or file.render_as_string()
     url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)  # as in requirements.txt
-    wait = {"connect_args": {"timeout": 60}} if "sqlite" in url else {"pool_pre_ping": True}
+    wait = {"pool_pre_ping": True}
+    if url.startswith("sqlite"):
+        wait = {"connect_args": {"timeout": 60}}
     beat = {"heartbeat_interval": 10, "grace_period": 60, "heartbeat_stale_trial_callback": RETRY}
     connect = partial(optuna.storages.RDBStorage, url, engine_kwargs=wait, **beat)
     with from_user("--storage"):
@@ -340,7 +338,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
                 raise UsageError(f"{name}: exists with another {key}; take another, or delete it")
             study.set_user_attr(key, value)
         study.enqueue_trial(params, skip_if_exists=True)
-    study.ask = one_at_a_time(folder)(study.ask)
+    distributions = {one.name: one.distribution for one in space}
+    study.ask = one_at_a_time(folder)(partial(study.ask, distributions))  # knowing what runs
     return study
 
 
@@ -364,8 +363,10 @@ class Sweep:
         self.space = space
         self.study = study
         self.folder = folder
-        self.before = len(self.trials())  # trials that were over when this process began
-        self.target = args.num_trials + sum("again" in one.user_attrs for one in self.trials())
+        self.began = []  # the numbers of this process's trials
+        queued = self.trials(TrialState.WAITING) + self.trials(TrialState.RUNNING)
+        again = ["again" in one.user_attrs for one in self.trials() + queued]
+        self.target = args.num_trials + sum(again)
         self.deadline = time.monotonic() + args.timeout
         self.better = max if args.direction == "maximize" else min
         self.stopping = []  # what said so: signals' numbers, the UsageError of a first trial
@@ -432,8 +433,9 @@ class Sweep:
         return [trial for trial in self.trials() if "failure" not in trial.user_attrs]
 
     def running(self) -> list[FrozenTrial]:
-        """Without parameters its process went before Optuna could see that it was gone."""
-        return [trial for trial in self.trials(TrialState.RUNNING) if trial.params]
+        """Optuna sees that a process is gone if it has begun to run its trial."""
+        running = self.trials(TrialState.RUNNING)
+        return [trial for trial in running if trial.user_attrs.get("began") == trial.number]
 
     def same_params(self) -> list[list[FrozenTrial]]:
         """Trials, those of the same hyperparameters together, the best first run first."""
@@ -445,7 +447,8 @@ class Sweep:
 
     def queue_best_again(self) -> bool:
         """Queues the best, on fresh seeds, once all else is done. Whether there are any."""
-        self.deadline = math.inf
+        if self.running():
+            say("waiting for the trials of other processes; then the best run again")
         while self.running() and not self.stopping:
             optuna.storages.fail_stale_trials(self.study)  # of a machine that is gone
             time.sleep(1)
@@ -456,6 +459,7 @@ class Sweep:
                     for _ in range(1 + self.args.confirm_seeds - len(trials)):
                         self.study.enqueue_trial(trials[0].params, user_attrs={"again": True})
             self.target = len(self.trials()) + len(self.trials(TrialState.WAITING))
+        self.deadline = math.inf
         return not self.enough()
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial):
@@ -538,13 +542,14 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
 def prepare(argv: list[str]) -> Sweep:
     """Everything that can be wrong is found here. Raises UsageError."""
     args = tyro.cli(Args, args=argv, description=__doc__)
-    split = (word.split("=", 1) if word[:2] == "--" else [word] for word in args.fixed)
-    args.fixed = tuple(part for parts in split for part in parts)
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if not getattr(args, name) > 0:  # nor NaN
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     content = read_yaml(args.space, "--space") if args.space else yaml.load(SPACE, adapters.Loader)
-    given = {word[2:].replace("-", "_") for word in args.fixed if word.startswith("--")}
+    words = []
+    for word in args.fixed:
+        words += word.split("=", 1) if word.startswith("--") else [word]
+    given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     given |= {name.removeprefix("no_") for name in given}
     taken = sorted((OURS | {"env_id"}) & (given | set(content)))
     if taken:
@@ -555,7 +560,7 @@ def prepare(argv: list[str]) -> Sweep:
             with from_user(f"--space, {argument}: {entry}, not as in SPACE"):
                 space.append(parse_parameter(argument, entry))
     first = script_defaults(args.script)
-    following = dict(zip(args.fixed, args.fixed[1:]))
+    following = dict(pairwise(words))
     if "--config" in following:
         first |= read_yaml(following["--config"], "-- --config")
     first |= {f"env.{key}": value for key, value in (first.get("env") or {}).items()}

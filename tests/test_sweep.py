@@ -238,6 +238,23 @@ def test_failures_alone_count_too_and_a_script_that_then_refuses_ends_their_swee
     assert "the script refused its arguments" in printed
 
 
+def test_sizes_that_do_not_fit_end_no_sweep_while_its_first_trial_is_on(toy):
+    (toy / "x.yaml").write_text("mode: [good, refuses]")
+    finish(toy_command("--num-trials", 1), toy)
+    storage = load(toy)._storage
+    optuna.delete_study(study_name="toy__toy", storage=storage)
+    study = optuna.create_study(study_name="toy__toy", storage=storage, direction="maximize")
+    for mode in "good", "refuses":
+        study.enqueue_trial({"mode": mode})
+    (toy / "endless").touch()
+    words = toy_command("--num-trials", 2, "--workers", 2)[1:]
+    process = start_script(*words[1:], cwd=toy, small=False, script=words[0])
+    wait_for(lambda: "failure" in study.get_trials()[-1].user_attrs, process)
+    (toy / "endless").unlink()
+    assert process.wait(60) == 0
+    assert len(study.get_trials()) == 2
+
+
 def test_a_trial_has_so_many_seconds_and_counts_with_what_it_reached(toy):
     (toy / "endless").touch()
     finish(toy_command("--max-cost-seconds", 0.5, "--num-trials", 1), toy)
@@ -299,8 +316,11 @@ def test_what_stands_after_the_dashes_is_fixed(tmp_path, monkeypatch):
         ("gamma", (0.9, 0.1))
     ]
     assert sweep.args.env_id == "pong"
-    fixed = "--config preset.yaml --no-norm-adv --env.query a=b"
+    fixed = "--config=preset.yaml --no-norm-adv --env.query a=b"
     assert sweep.args.fixed == tuple(fixed.split())
+    trial = sweep.study.ask()  # others see what it tries from its beginning on
+    assert trial.study.get_trials()[-1].params == trial.params
+    assert trial.params["gamma"] in (0.9, 0.1)
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
@@ -339,6 +359,8 @@ def test_the_three_best_run_again_on_fresh_seeds_and_their_means_decide(toy):
     xs = [trial.params["x"] for trial in load(toy).trials[11:]]
     assert xs == [1.0] * 3  # and it is confirmed
     words[words.index("5")] = "8"
+    best_of_all = load(toy).trials[11].params
+    load(toy).enqueue_trial(best_of_all, user_attrs={"again": True})  # one that was interrupted
     finish(words, toy)  # two more: of the 14, 8 are of the search
     again = [trial for trial in load(toy).trials if "again" in trial.user_attrs]
     assert len(load(toy).trials) - len(again) == 8
