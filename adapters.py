@@ -1123,7 +1123,8 @@ def checked(own: type) -> type:
                 result = super().step(np.array(actions))  # a copy: it may keep or change it
                 *given, infos = parts(result, *STEP)
                 check_buffers(self, *given)
-                if not np.isfinite(self.rewards).all():
+                rewards = self.pufferlibs[BUFFERS.index("rewards")]
+                if not np.isfinite(rewards).all():
                     raise NotFinite("a reward is not finite")
             return *given, list_of(infos)
 

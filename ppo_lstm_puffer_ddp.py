@@ -30,8 +30,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # is sent to this rank if torchrun dies
-    cores = sorted(os.sched_getaffinity(os.getppid()))
-    if share := len(cores) // int(os.environ["LOCAL_WORLD_SIZE"]):  # a rank's own, for its threads
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])  # a rank's own, for its threads
+    given = os.sched_getaffinity(os.getppid()) != {*cores}  # by torchrun's --numa-binding
+    if share and not given:
         first = share * int(os.environ["LOCAL_RANK"])
         os.sched_setaffinity(0, cores[first : first + share])
         if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
@@ -529,7 +531,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         """Draws a minibatch and takes an optimizer step. Returns LOSSES."""
         uniform = torch.rand(N + 1, device=device)
         minibatch = draw_minibatch(values, rewards, dones, valid[:T], ratio, uniform, beta, args)
-        flat.zero_()
+        flat.zero_()  # zero_grad would take the gradients out of it
         at_once = args.max_minibatch_size // T  # segments; their gradients add up
         for first in range(0, len(minibatch.segments), at_once):
             part = Minibatch(*(tensor[..., first : first + at_once] for tensor in minibatch))
@@ -562,8 +564,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         if args.device == "cuda" and WORLD_SIZE > 1:  # nccl may wait for ever: kills who waits
             signal.alarm(args.dist_timeout)
         # ROLLOUT: T steps of every agent. The state that the segment starts from is kept.
-        for parameter in agent.parameters():  # unlike machines round updates differently
-            dist.broadcast(parameter.data, src=0)
+        for tensor in agent.state_dict().values():  # unlike machines round updates differently
+            dist.broadcast(tensor, src=0)
         start_h.copy_(h)
         start_c.copy_(c)
         noise.copy_(agent.sampling_noise(T + 1, N, device=device))
@@ -808,6 +810,7 @@ def join_ranks(words: list[str]) -> tuple[Args, dict | None]:
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
     dist.broadcast_object_list(read)
     args, resumed = read[0]
+    args.dist_timeout = round(timeout.total_seconds())  # not a configuration's
     if args.device == "cuda":
         if torch.cuda.device_count() <= LOCAL_RANK:
             fail(f"--device cuda: {torch.cuda.device_count()} GPUs here; each rank needs one")

@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -1035,7 +1036,9 @@ def main(args: Args, resumed: dict | None = None) -> int:
         folder = tempfile.TemporaryDirectory()
         args.output_dir = folder.name
         args.track = False
-        resumed = resumed and resumed | {"folder": Path(folder.name)}
+        if resumed:
+            shutil.copy(resumed["folder"] / "trainer_state.pt", folder.name)
+            resumed = resumed | {"folder": Path(folder.name)}
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         with contextlib.closing(make_envs(args, seed + host, args.num_envs // hosts)) as envs:

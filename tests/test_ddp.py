@@ -342,23 +342,25 @@ def test_wrong_argument_is_one_line_on_all_ranks(tmp_path, arguments):
 # Threads.
 
 
-@pytest.mark.parametrize("by_user", [False, True])
-def test_rank_has_its_share_of_the_cores_unless_the_user_set_its_threads(by_user):
+@pytest.mark.parametrize(("by_user", "bound"), [(False, False), (True, False), (False, True)])
+def test_rank_has_its_share_of_the_cores_and_threads_unless_the_user_set_them(by_user, bound):
     # What starts the rank sets OMP_NUM_THREADS itself, as torchrun does.
     rank = "text = open('ppo_lstm_puffer_ddp.py').read(); "
     rank += "exec(text[: text.index('import gymnasium')]); "  # before torch asks for them
-    rank += "print(os.environ.get('OMP_NUM_THREADS'), len(os.sched_getaffinity(0)))"
+    rank += "print(os.environ.get('OMP_NUM_THREADS'), *sorted(os.sched_getaffinity(0)))"
     parent = "import os, subprocess, sys; os.environ['OMP_NUM_THREADS'] = '1'; "
-    parent += "subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    parent += "subprocess.run([*sys.argv[2:], sys.executable, '-c', sys.argv[1]])"
     variables = environment() | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}
     variables |= {"LOCAL_WORLD_SIZE": "2"}
     if not by_user:
         del variables["OMP_NUM_THREADS"]
     cores = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, "-c", parent, rank]
+    bind = ["taskset", "-c", str(cores[-1])] if bound else []  # as torchrun's --numa-binding
+    command = [sys.executable, "-c", parent, rank, *bind]
     result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    share = max(1, len(cores) // 2)
-    assert result.stdout.split() == ["1" if by_user else "None", str(share)], result.stderr
+    own = cores[-1:] if bound else cores[: max(1, len(cores) // 2)]
+    threads = "1" if by_user or bound else "None"
+    assert result.stdout.split() == [threads, *map(str, own)], result.stderr
 
 
 # Signals, lost ranks.

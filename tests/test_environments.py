@@ -447,6 +447,8 @@ class Own(pufferlib.PufferEnv):
             self.kept += self.kept
         if self.kind == "bound":
             self.rewards = np.full(1, 0.1)  # float64
+        if self.kind == "bound, beyond float32":
+            self.rewards = np.full(1, 1e39)
         if self.kind == "column":
             self.rewards = np.full((1, 1), 0.1)
         if self.kind == "takes the actions":
@@ -476,6 +478,7 @@ class Own(pufferlib.PufferEnv):
         ("whole", "whole ones in no Box"),
         ("apart", r"rewards that are not in its buffer.*self.rewards\[:\] = "),
         ("infinite", "a reward is not finite"),
+        ("bound, beyond float32", "a reward is not finite"),
         ("bytes, 0.7", "binds float64 to self.observations: no uint8"),
         ("bytes, -1", "binds int64 to self.observations: no uint8"),
         ("shape", r"binds to self.rewards: could not broadcast"),

@@ -226,6 +226,13 @@ def test_a_host_that_is_not_the_first_trains_and_leaves_nothing(tmp_path):
     assert f"completed: {STEPS} steps" in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "runs").exists()
+    run = train(*few, cwd=tmp_path)  # the first host's
+    before = {path: path.stat().st_mtime_ns for path in run.iterdir()}
+    more = "--resume", "latest", "--total-timesteps", 2 * STEPS
+    result = run_program(second + MAIN, *more, cwd=tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert result.returncode == 0, result.stderr
+    assert f"completed: {2 * STEPS} steps" in result.stderr
+    assert {path: path.stat().st_mtime_ns for path in run.iterdir()} == before
     assert not list((tmp_path / "tmp").glob("*/model_*"))
 
 
