@@ -32,8 +32,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # is sent to this rank if torchrun dies
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])  # a rank's own, for its threads
-    given = os.sched_getaffinity(os.getppid()) != {*cores}  # by torchrun's --numa-binding
-    if share and not given:
+    if share and {*cores} == os.sched_getaffinity(os.getppid()):  # else by --numa-binding
         first = share * int(os.environ["LOCAL_RANK"])
         os.sched_setaffinity(0, cores[first : first + share])
         if b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes():
