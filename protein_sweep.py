@@ -8,8 +8,8 @@
 
 Optuna keeps the study: trials, database, sampling, pruning. This file makes a trial of a run: on
 cores and a GPU of its own, its score and cost read while it goes on, stopped when it looks
-hopeless, told to the sampler when it fails. At the end the three best run again on fresh seeds. Protein is
-the name of PufferLib's search, which looks at costs too; this one has none of its code.
+hopeless, told to the sampler when it fails. At the end the three best run again on fresh seeds.
+Protein is the name of PufferLib's search, which looks at costs too; this has none of its code.
 """
 
 import ast
