@@ -542,14 +542,15 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
 def prepare(argv: list[str]) -> Sweep:
     """Everything that can be wrong is found here. Raises UsageError."""
     args = tyro.cli(Args, args=argv, description=__doc__)
+    joined = re.compile("--[^=]+=[^-]")  # a value of "-x" alone would be a flag
+    split = (word.split("=", 1) if joined.match(word) else [word] for word in args.fixed)
+    args.fixed = tuple(part for parts in split for part in parts)
     for name in "num_trials", "workers", "max_cost_seconds", "hang_seconds":
         if not getattr(args, name) > 0:  # nor NaN
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     content = read_yaml(args.space, "--space") if args.space else yaml.load(SPACE, adapters.Loader)
-    words = []
-    for word in args.fixed:
-        words += word.split("=", 1) if word.startswith("--") else [word]
-    given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    flags = [word[2:].partition("=")[0] for word in args.fixed if word.startswith("--")]
+    given = {flag.replace("-", "_") for flag in flags}
     given |= {name.removeprefix("no_") for name in given}
     taken = sorted((OURS | {"env_id"}) & (given | set(content)))
     if taken:
@@ -560,7 +561,7 @@ def prepare(argv: list[str]) -> Sweep:
             with from_user(f"--space, {argument}: {entry}, not as in SPACE"):
                 space.append(parse_parameter(argument, entry))
     first = script_defaults(args.script)
-    following = dict(pairwise(words))
+    following = dict(pairwise(args.fixed))
     if "--config" in following:
         first |= read_yaml(following["--config"], "-- --config")
     first |= {f"env.{key}": value for key, value in (first.get("env") or {}).items()}

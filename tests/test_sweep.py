@@ -311,12 +311,13 @@ def test_what_stands_after_the_dashes_is_fixed(tmp_path, monkeypatch):
     pathlib.Path("space.yaml").write_text("norm_adv: [true, false]\ngamma: [0.9, 1e-1]")
     pathlib.Path("preset.yaml").write_text("env_id: pong")
     words = ["--script", str(SCRIPT), "--space", "space.yaml", "--", "--config=preset.yaml"]
-    sweep = protein_sweep.prepare([*words, "--no-norm-adv", "--env.query", "a=b"])
+    more = ["--no-norm-adv", "--env.query", "a=b", "--env.goal=-1"]
+    sweep = protein_sweep.prepare([*words, *more])
     assert [(one.argument, one.distribution.choices) for one in sweep.space] == [
         ("gamma", (0.9, 0.1))
     ]
     assert sweep.args.env_id == "pong"
-    fixed = "--config=preset.yaml --no-norm-adv --env.query a=b"
+    fixed = "--config preset.yaml --no-norm-adv --env.query a=b --env.goal=-1"
     assert sweep.args.fixed == tuple(fixed.split())
     trial = sweep.study.ask()  # others see what it tries from its beginning on
     assert trial.study.get_trials()[-1].params == trial.params
