@@ -1025,7 +1025,6 @@ def resolve(args: Args):
         say("warning: --precision bfloat16: float32 is up to 50 times faster on this hardware")
 
 
-@adapters.signals_kept()
 def main(args: Args, resumed: dict | None = None) -> int:
     """Trains, with environments and a run's folder that are closed whatever happens."""
     start_devices(args)
@@ -1053,7 +1052,7 @@ def main(args: Args, resumed: dict | None = None) -> int:
                 fail(f"--minibatch-size: its {segments} segments at once do not split over devices")
             envs.reset()  # here, so that one that fails here (not in a worker) leaves no folder
             set_up_torch(seed)  # after it: an environment may seed torch
-            with Run(args, envs, resumed) as run:
+            with adapters.signals_kept(), Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except pufferlib.APIUsageError as error:
         say(f"error: {error}")
