@@ -125,6 +125,15 @@ def ratios(cells: list[dict], name: str, reference: str) -> list[float]:
     return found
 
 
+def each_window(cells: list[dict]) -> list[dict]:
+    """A cell for each window of what benchmark/turns.py measured; the others as they are."""
+    found = []
+    for cell in cells:
+        for number, speed in enumerate(cell.get("windows", [cell["sps_steady"]])):
+            found.append(cell | {"sps_steady": speed, "seed": (cell["seed"], number)})
+    return found
+
+
 def interval(statistic: Callable, *samples: list[float]) -> str:
     """95 % bootstrap interval (percentiles of 9999 resamplings, a fixed seed), if it exists."""
     if min(map(len, samples)) < 2 or not np.isfinite(np.concatenate(samples)).all():
@@ -194,7 +203,9 @@ def speed_section(cells: list[dict]) -> str:
             row = [label(name)]
             row += [spread([cell[key] for cell in some]) for key in ("sps_steady", "peak_rss_mib")]
             rows.append([*row, spread(paired)])
-        text += f"\n**{group}**, {env_id}\n\n{table(head, rows)}"
+        seconds = runs[0].get("window_seconds")
+        turns = f", in turn by SIGSTOP, windows of {seconds:g} s" if seconds else ""
+        text += f"\n**{group}**, {env_id}{turns}\n\n{table(head, rows)}"
     return text
 
 
@@ -504,8 +515,9 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
 
     kinds = group_by(cells, "kind")
     if kinds["speed"]:
-        plot_speed(kinds["speed"], folder / "speed.png")
-        section("Steps per second", speed_section(kinds["speed"]), "speed")
+        speed = each_window(kinds["speed"])
+        plot_speed(speed, folder / "speed.png")
+        section("Steps per second", speed_section(speed), "speed")
     trained = kinds["learning"]
     learning = [cell for cell in trained if not np.isnan(last_score(cell))]
     if learning and (folder / "published.yaml").exists():

@@ -23,6 +23,7 @@ import ablate
 import peer
 import report
 import run
+import turns
 
 import ppo_lstm_puffer as ppo
 
@@ -83,6 +84,38 @@ def test_a_cell_has_what_was_measured(ran, cells):
     text = (ran / "out/cells.jsonl").read_text()
     assert str(ROOT) not in text
     assert "/tmp" not in text
+
+
+def test_programs_take_turns_within_a_run(tmp_path, monkeypatch):
+    """One runs, the other is stopped; both end with the last window; the report has all windows."""
+    group = {"name": "tiny", "kind": "speed", "steps": 500_000_000}
+    one = {"program": "ours", "args": TINY.split()}
+    two = {"program": "ours", "args": [*TINY.split(), "--gamma", "0.9"]}
+    plan = yaml.safe_dump([group | {"programs": {"one": one, "two": two}}])
+    (tmp_path / "plan.yaml").write_text(plan)
+    states = []
+
+    def window(program, seconds, original=turns.Program.window):
+        children = psutil.Process().children()
+        running = [child for child in children if child.status() != psutil.STATUS_STOPPED]
+        original(program, seconds)
+        states.append((program.cell["name"], len(children), len(running)))
+
+    monkeypatch.setattr(turns.Program, "window", window)
+    words = ["--out", str(tmp_path / "out"), "--windows", "2", "--seconds", "3"]
+    turns.main([str(tmp_path / "plan.yaml"), "tiny", *words])
+    assert states == [(name, 2, 0) for name in ("one", "two", "two", "one")]
+    assert not psutil.Process().children()
+    cells = run.read_cells(tmp_path / "out").values()
+    assert [len(cell["windows"]) for cell in cells] == [2, 2]
+    text = report.make_report(tmp_path / "out").read_text()
+    assert "in turn by SIGSTOP, windows of 3 s" in text
+    ratios = [a / b for a, b in zip(*(cell["windows"] for cell in reversed(cells)))]
+    assert f"| {report.spread(ratios)} |" in text
+    (tmp_path / "plan.yaml").write_text(plan.replace("'0.9'", "'9'"))
+    with pytest.raises(SystemExit, match="(?s)two ended before its last window:.*--gamma"):
+        turns.main([str(tmp_path / "plan.yaml"), "tiny", *words])
+    assert not psutil.Process().children()
 
 
 def test_what_is_finished_is_not_run_again_and_what_failed_or_changed_is(ran, cells, monkeypatch):
