@@ -237,7 +237,8 @@ class Run:
         if refused and not self.latest:
             raise UsageError(f"the script refused its arguments:\n{tail}")
         if code:
-            crash = f"exit code {code}: " + tail.rstrip("=\n ").rpartition("\n")[2]
+            said = [*tail.rstrip("=\n ").splitlines(), *re.findall(r"\w+Error: .+", tail)]
+            crash = f"exit code {code}: " + "".join(said[-1:])  # torchrun's own words come last
             raise RunFailed(self.latest.get("exit_reason") or crash)
         if not self.points:
             have = ", ".join(sorted(self.latest)) or "nothing"

@@ -113,7 +113,7 @@ def test_programs_take_turns_within_a_run(tmp_path, monkeypatch):
     ratios = [a / b for a, b in zip(*(cell["windows"] for cell in reversed(cells)))]
     assert f"| {report.spread(ratios)} |" in text
     (tmp_path / "plan.yaml").write_text(plan.replace("'0.9'", "'9'"))
-    with pytest.raises(SystemExit, match="(?s)two ended before its last window:.*--gamma"):
+    with pytest.raises(SystemExit, match=r"(?s)two ended before its last window:.*--gamma"):
         turns.main([str(tmp_path / "plan.yaml"), "tiny", *words])
     assert not psutil.Process().children()
 

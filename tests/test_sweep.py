@@ -229,6 +229,13 @@ def test_what_goes_wrong_is_a_failure_that_is_told_and_the_rest_goes_on(toy):
     assert not alive(processes_in(toy))
 
 
+def test_a_crash_under_torchrun_is_told_by_its_error(toy):
+    launcher = f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1"
+    words = ["--launcher", launcher, "--", "--mode", "crash"]
+    printed = finish(toy_command("--num-trials", 1, *words), toy)
+    assert "trial 0: failed: exit code 1: RuntimeError: the environment broke" in printed
+
+
 def test_failures_alone_count_too_and_a_script_that_then_refuses_ends_their_sweep(toy):
     words = "--", "--mode", "crash"
     finish(toy_command("--num-trials", 2, *words), toy)
