@@ -1,7 +1,7 @@
 """Steps per second in turn: of the programs of a group, one runs while the others are stopped.
 
-    python benchmark/turns.py benchmark/plans/turns.yaml defaults --out auto --windows 10
-    python benchmark/report.py auto
+    python benchmark/turns.py benchmark/plans/turns.yaml before --out runs/turns
+    python benchmark/report.py runs/turns
 
 On a machine that wavers within a minute, two runs one after another are runs on two machines. Here
 each program starts and compiles, alone, and is stopped (SIGSTOP). Then in every round each has a
