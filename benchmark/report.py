@@ -190,7 +190,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def speed_section(cells: list[dict]) -> str:
-    text = "From half of each run's seconds to its end, so compilation does not count. "
+    whole = [cell for cell in cells if "window_seconds" not in cell]
+    text = "From half of each run's seconds to its end, so compilation does not count. " * bool(whole)
     text += "Pairs are runs of the same round.\n"
     for (group, env_id), runs in group_by(cells, "group", "env_id").items():
         names = group_by(runs, "name")
