@@ -190,9 +190,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def speed_section(cells: list[dict]) -> str:
-    whole = [cell for cell in cells if "window_seconds" not in cell]
-    text = "From half of each run's seconds to its end, so compilation does not count. " * bool(whole)
-    text += "Pairs are runs of the same round.\n"
+    text = "Pairs are runs of the same round.\n"
+    if any("window_seconds" not in cell for cell in cells):
+        text = f"From half of each run's seconds to its end, so compilation does not count. {text}"
     for (group, env_id), runs in group_by(cells, "group", "env_id").items():
         names = group_by(runs, "name")
         reference = next((peer for peer in ("pufferl", "sb3") if peer in names), next(iter(names)))
