@@ -107,7 +107,7 @@ class Agent(nn.Module):
     """PufferLib's default network: encoder, LSTM of the same width, linear policy and value heads.
 
     Discrete is one categorical, MultiDiscrete several, Box a Gaussian with a learned,
-    state-independent standard deviation. Parameters have PufferLib's names: files fit both ways.
+    state-independent standard deviation. Parameters have PufferLib's names (tools/export.py).
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, args: Args):
@@ -269,7 +269,8 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
     rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (So
     it is at an episode's last observation, where one is shown: not by C environments. dones is 1
     there if it terminated, 0 if it was truncated.)
-    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
+    ratio: pi(a_t) of the segment's last draw by that of acting. With ratio 1, and clips of 1 or
+    more, this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
     discount = args.gamma * (1 - dones[1:])
     rho = ratio.clamp(max=args.vtrace_rho_clip)
@@ -523,7 +524,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        means = sums / minibatch.weight.sum().clamp_min(1e-12)  # for the log: they sum to about 1
+        means = sums / minibatch.weight.sum().clamp_min(1e-12)  # for the log: weights sum to ~1
         return torch.cat((grad_norm[None], means))
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # act together: all agents, or halves

@@ -122,7 +122,7 @@ class Agent(nn.Module):
     """PufferLib's default network: encoder, LSTM of the same width, linear policy and value heads.
 
     Discrete is one categorical, MultiDiscrete several, Box a Gaussian with a learned,
-    state-independent standard deviation. Parameters have PufferLib's names: files fit both ways.
+    state-independent standard deviation. Parameters have PufferLib's names (tools/export.py).
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, args: Args):
@@ -284,7 +284,8 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
     rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (So
     it is at an episode's last observation, where one is shown: not by C environments. dones is 1
     there if it terminated, 0 if it was truncated.)
-    With ratio 1 this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
+    ratio: pi(a_t) of the segment's last draw by that of acting. With ratio 1, and clips of 1 or
+    more, this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
     discount = args.gamma * (1 - dones[1:])
     rho = ratio.clamp(max=args.vtrace_rho_clip)
