@@ -88,6 +88,15 @@ SAME = operator.itemgetter("command", "environment", "cores", "cold")  # measure
 # From a plan to cells -----------------------------------------------------------------------------
 
 
+def read_plan(path: pathlib.Path) -> dict[str, dict]:
+    """Its groups by their names."""
+    plan = yaml.safe_load(path.read_text())
+    groups = {group["name"]: group for group in plan}
+    if len(groups) < len(plan):
+        raise ValueError("two groups have the same name")
+    return groups
+
+
 def check(where: str, what: str, given, known):
     for value in given:
         if value not in known:
@@ -263,9 +272,7 @@ def stop(process: psutil.Popen, family: set[psutil.Process]):
 
 def measure(cell: dict) -> dict:
     """Runs a cell and returns all that is known about it; "status" is ok or failed."""
-    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    result = {"status": "ok", "started": started, "load_before": os.getloadavg()[0]}
-    result |= repository()
+    result = {"status": "ok"} | circumstances()
     error = None
     with tempfile.TemporaryDirectory() as temporary, open(f"{temporary}/log", "w") as log:
         folder = f"{temporary}/run"
@@ -412,6 +419,12 @@ def repository() -> dict:
     return {"git_commit": commit, "git_dirty": bool(changes)}
 
 
+def circumstances() -> dict:
+    """In which a run starts: when, beside what, and of which commit."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"started": started, "load_before": os.getloadavg()[0]} | repository()
+
+
 # All cells ----------------------------------------------------------------------------------------
 
 
@@ -447,10 +460,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cores = sorted(args.cores or os.sched_getaffinity(0))
     try:
-        plan = yaml.safe_load(args.plan.read_text())
-        groups = {group["name"]: group for group in plan}
-        if len(groups) < len(plan):
-            raise ValueError("two groups have the same name")
+        groups = read_plan(args.plan)
         names = args.only or list(groups)
         check("--only", "group", names, groups)
         cells = [cell for name in groups if name in names for cell in expand(groups[name], cores)]

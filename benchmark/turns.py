@@ -24,7 +24,6 @@ from pathlib import Path
 
 import psutil
 import run
-import yaml
 
 PATIENCE = 600  # seconds until a program has compiled and logs
 
@@ -40,14 +39,14 @@ class Program:
         self.log = folder / "log"
         with self.log.open("w") as log:
             self.process = run.start(cell, str(folder / "run"), log)
-        self.family = [self.process]  # with all children, once it has been stopped
+        self.family = [self.process]
 
     def send(self, signum: int):
+        self.family = [self.process, *self.process.children(recursive=True)]
         for member in self.family:
             member.send_signal(signum)
 
     def pause(self):
-        self.family = [self.process, *self.process.children(recursive=True)]
         self.send(signal.SIGSTOP)
         for member in self.family:
             while member.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
@@ -87,10 +86,8 @@ class Program:
 
 def take_turns(cells: list[dict], windows: int, seconds: float) -> list[dict]:
     """The cells, with what was measured."""
-    known = run.repository() | {"load_before": os.getloadavg()[0], "hardware": run.hardware()}
-    known |= {"status": "ok", "versions": run.VERSIONS, "peak_rss_mib": None}
-    known["window_seconds"] = seconds
-    known["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    known = run.circumstances() | {"hardware": run.hardware(), "versions": run.VERSIONS}
+    known |= {"status": "ok", "peak_rss_mib": None, "window_seconds": seconds}
     programs = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -120,7 +117,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--windows", type=int, default=10, help="of each program")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a window")
     args = parser.parse_args(argv)
-    groups = {group["name"]: group for group in yaml.safe_load(args.plan.read_text())}
+    groups = run.read_plan(args.plan)
     if args.group not in groups:
         parser.error(f"{args.plan} has no group {args.group}, but {', '.join(groups)}")
     first = {}
