@@ -129,8 +129,6 @@ def shaped(env: gym.Env) -> gym.Env:
 def main():
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--episodes", type=int, default=0, help="to play when training is over")
-    text = "an LSTM of its own for the critic, as by sb3-contrib's default"
-    parser.add_argument("--critic-lstm", action="store_true", help=text)
     args = parser.parse_args()
     tuned = args.env_id in SETTINGS
     gymnasium = ":" in args.env_id
@@ -146,8 +144,6 @@ def main():
         env = VecNormalize(env, gamma=config["gamma"])
     total = config.pop("n_timesteps", args.total_timesteps)
     network = config.pop("policy_kwargs", {})
-    if args.critic_lstm:
-        network = network | {"enable_critic_lstm": True}
     policy = dict(network)
     if "activation_fn" in policy:
         policy["activation_fn"] = getattr(torch.nn, policy["activation_fn"])
