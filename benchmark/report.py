@@ -94,11 +94,12 @@ def time_to_score(cell: dict, score: float, column: int = 1) -> float:
 
 def best_score(cell: dict, window: int = 50_000) -> float:
     """The highest mean of the scores logged within so many steps, since programs log differently
-    often: POPGym's maximum mean episodic reward (its epochs have 65,536 steps)."""
+    often: POPGym's maximum mean episodic reward (its epochs have 65,536 steps). Of a run with
+    fewer steps the mean of all."""
     scores = np.array(cell["curve"]["score"], float)
     steps = np.array(cell["curve"]["step"])[~np.isnan(scores)]
     scores = scores[~np.isnan(scores)]
-    ends = steps[steps >= window]
+    ends = [*steps[steps >= window]] or steps[-1:]
     means = [scores[(steps > end - window) & (steps <= end)].mean() for end in ends]
     return float(max(means, default=-math.inf))
 
@@ -523,9 +524,8 @@ def make_report(folder: pathlib.Path) -> pathlib.Path:
     learning = [cell for cell in trained if not np.isnan(last_score(cell))]
     if learning and (folder / "published.yaml").exists():
         published = yaml.safe_load((folder / "published.yaml").read_text())
-        scored = trained if trained[0].get("games") else learning
-        plot_tasks(scored, folder / "tasks.png", published["scores"])
-        section("Scores", tasks_section(scored, published["scores"]), "tasks")
+        plot_tasks(trained, folder / "tasks.png", published["scores"])
+        section("Scores", tasks_section(trained, published["scores"]), "tasks")
         plot_learning(learning, folder / "learning.png")
         section("Learning", f"{published['source']}\n", "learning")
     elif learning:

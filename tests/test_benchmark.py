@@ -308,6 +308,7 @@ def test_the_best_score_is_over_equal_steps_however_often_a_program_logs():
     lucky = hand_made(step=steps, score=[9, 0, None, 0, 1, 3])
     assert report.best_score(lucky) == 2.5  # to 50,000; the last four have a mean of 1
     assert report.best_score(hand_made(step=[30_000, 70_000, 110_000], score=[9, 1, 2])) == 5
+    assert report.best_score(hand_made(step=[4_000, 8_000], score=[1, 3])) == 2  # a short run
 
 
 def test_a_thinned_curve_has_the_means_of_all_scores():
