@@ -44,7 +44,8 @@ def make_gymnasium(env_id: str, kwargs: dict, buf=None, seed=0):
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int = 5, eps: float = 1e-7) -> torch.Tensor:
-    """Muon's iteration (Jordan et al. 2024) in the matrix's own precision."""
+    """Muon's iteration (Jordan et al. 2024) in the matrix's own precision, as in our script, which this
+    peer's environment cannot import."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (x.norm() + eps)
@@ -62,7 +63,7 @@ def main():
     parser.add_argument("--hidden-size", type=int, default=128, help="of a Gymnasium id's network")
     parser.add_argument("--env", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--train", type=json.loads, default={}, help="other settings, as JSON")
-    text = "its iterations, which are in bfloat16"
+    text = "Muon's iterations, which heavyball has in bfloat16"
     parser.add_argument("--muon-in-float32", action="store_true", help=text)
     args = parser.parse_args()
     if args.muon_in_float32:
