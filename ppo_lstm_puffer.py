@@ -709,7 +709,7 @@ class Envs:
         else:
             dones = self.ended[agents] | ended
             valid = mask
-            self.ended[agents] = False
+            self.ended[agents] = dones & ~mask  # until an agent that ended is there again
         for info in infos:
             weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
             for key, value in adapters.numbers_in(info):

@@ -536,6 +536,47 @@ def test_a_pufferenv_of_ones_own_may_take_actions_away_and_say_who_is_there(num_
     envs.close()
 
 
+class Duel(pufferlib.PufferEnv):
+    """Games of four steps. Agent 1 is away in steps 2 and 3: its episode has ended, or it waits."""
+
+    def __init__(self, buf=None, seed=0, ends=True):
+        self.single_observation_space = Box(0, np.inf, (1,), np.float32)
+        self.single_action_space = Discrete(2)
+        self.num_agents = 2
+        self.t = 0
+        self.ends = ends
+        super().__init__(buf)
+
+    def reset(self, seed=None):
+        return self.observations, []
+
+    def step(self, actions):
+        self.t += 1
+        self.observations[:] = self.t
+        self.rewards[:] = 1
+        self.terminals[:] = self.t % 4 == 0
+        self.terminals[1] |= self.ends and self.t % 4 == 2
+        self.masks[1] = self.t % 4 < 2
+        return self.observations, self.rewards, self.terminals, self.truncations, []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_agent_that_comes_back_after_its_end_begins_anew_and_one_that_waited_does_not(
+    ends, num_workers
+):
+    module = "tests.test_environments:Duel"
+    vecenv = adapters.make(module, {"ends": ends}, 1, num_workers, 1)
+    rows, envs = rollout(vecenv, 9)
+    valid = [1, 1, 0, 0, 1, 1, 0, 0, 1]
+    dones = [1, 0, 1, 1, 1, 0, 1, 1, 1] if ends else [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert rows[:, 1, 2:].tolist() == np.stack((dones, valid), -1).tolist()
+    assert rows[:, 0, 2:].tolist() == [[t % 4 == 0, 1] for t in range(9)]
+    of_one = [(total, length) for agent, total, length in envs.episodes if agent == 1]
+    assert of_one == ([(2, 2)] * 2 if ends else [(4, 4)] * 2)
+    envs.close()
+
+
 def test_copies_of_a_pufferenv_share_no_argument():
     vecenv = adapters.make("tests.test_environments:Takes", {"levels": [1, 2]}, 3, 0, 1)
     assert [env.level for env in vecenv.envs] == [2, 2, 2]
