@@ -22,6 +22,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -460,7 +461,7 @@ def begin(env, seed: int | None) -> tuple:
         return parts(env.reset(seed=seed), *RESET)
     except TypeError as error:
         unfit = r"reset\(\) (got an unexpected keyword argument|missing .*) '(seed|options)'"
-        if re.search(unfit, str(error)):
+        if re.search(unfit, str(error)) and not environment_failed(error):
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
@@ -474,12 +475,26 @@ def begin(env, seed: int | None) -> tuple:
 GYMNASIUMS = ("gymnasium.core", "gymnasium.wrappers.", "gymnasium.envs.registration")
 
 
+def places_of(error: BaseException) -> list[tuple[str, str]]:
+    """The lines that it was raised through: of each its module, and its file and number."""
+    lines = traceback.walk_tb(error.__traceback__)
+    return [
+        (frame.f_globals.get("__name__", ""), f"{frame.f_code.co_filename}, line {number}")
+        for frame, number in lines
+    ]
+
+
+def environment_failed(error: Exception) -> bool:
+    """Whether it was raised in a line of the environment's, or below one."""
+    ours = ("pufferlib.", *GYMNASIUMS)
+    return not all(module.startswith(ours) for module, _ in places_of(error))
+
+
 def gymnasium_raised(error: Exception) -> bool:
     """Whether it did, of what an environment is or returned: no line of the environment's failed."""
-    frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    ours = all(name.startswith(("pufferlib.", *GYMNASIUMS)) for name in modules)
-    return ours and modules[-1].startswith(GYMNASIUMS) and error.__cause__ is None
+    module, _ = places_of(error)[-1]
+    in_gymnasium = module.startswith(GYMNASIUMS) and error.__cause__ is None
+    return in_gymnasium and not environment_failed(error)
 
 
 @contextlib.contextmanager
@@ -489,9 +504,13 @@ def refusals():
         try:
             yield
         except SystemExit as error:
-            *_, place = traceback.extract_tb(error.__traceback__)
-            text = f"it calls sys.exit, in {place.filename}, line {place.lineno}"
-            raise APIUsageError(text) from error
+            own = [
+                place
+                for module, place in places_of(error)
+                if module.partition(".")[0] not in sys.stdlib_module_names  # exit(), argparse
+            ]
+            said = f": {error}" if isinstance(error.code, str) else ""
+            raise APIUsageError(f"it calls sys.exit, in {own[-1]}{said}") from error
         except (TypeError, ValueError) as error:
             if "unpack" not in str(error) or not gymnasium_raised(error):
                 raise
@@ -544,6 +563,7 @@ class NotFinite(APIUsageError):
 
 LONG = 10_000  # steps in which an episode should have ended
 COPIES = 8  # whose episodes should not begin alike
+PATIENCE = 3.0  # seconds until there is a word
 
 
 class AdaptedEnvs(pufferlib.PufferEnv):
@@ -602,7 +622,13 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     def flat_spaces(self, remark: Callable) -> tuple[tuple, tuple, gym.Space]:
         """What `flat_observations` and `flat_actions` make of the newest environment's spaces, and
         its own action space."""
-        observation_space, action_space = self.spaces(self.envs[-1])
+        try:
+            observation_space, action_space = self.spaces(self.envs[-1])
+        except AttributeError as error:
+            if environment_failed(error):
+                raise
+            text = f"it has no {error.name}; it should be there from the start"
+            raise APIUsageError(text) from error
         for space in observation_space, action_space:
             if not isinstance(space, gym.Space):
                 raise APIUsageError(f"its space {space!r:.80} is none of Gymnasium's")
@@ -635,9 +661,18 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             if one != first:
                 raise APIUsageError(f"its environments have different spaces: {first}, {one}")
 
+    def tell_of_waiting(self, done: str):
+        """Says once how far the first reset is, if it takes long."""
+        seconds = time.monotonic() - self.began
+        if seconds > PATIENCE and self.is_first():
+            say(f"environments: {done} of {self.num_envs} after {seconds:.0f} s")
+            self.began = math.inf
+
     def reset(self, seed: int = 0):
+        self.began = time.monotonic()
         with refusals(), torch_kept():
             while len(self.envs) < self.num_envs:
+                self.tell_of_waiting(f"made {len(self.envs)}")
                 self.add_one()
             objects = [getattr(env, "unwrapped", env) for env in self.envs]
             if len({*map(id, objects)}) < self.num_envs:
@@ -646,6 +681,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             compared = COPIES if self.num_envs >= COPIES and self.is_first() else 0
             self.starts = [[] for _ in range(compared)]
             for i in range(self.num_envs):
+                self.tell_of_waiting(f"reset {i}")
                 self.reset_one(i, env_seed(seed, i))
                 self.compare_starts(i)
             self.check_finite()
@@ -745,7 +781,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         for what, numbers in ("observation", self.observations), ("reward", self.rewards):
             if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
                 row = int(np.argwhere(~np.isfinite(numbers))[0][0])
-                problem = f"is not finite{self.remedy.format(what.title())}"
+                problem = f"is not finite in float32{self.remedy.format(what.title())}"
                 raise self.wrong(what, row, problem, NotFinite)
 
     def wrong(self, what: str, row: int, problem: str, kind: type = APIUsageError) -> Exception:

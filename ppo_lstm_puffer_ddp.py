@@ -1040,6 +1040,7 @@ class Run(contextlib.AbstractContextManager):
                 self.save()
             self.write({"exit_reason": reason})
             self.writer.close()
+            self.jsonl.close()
         except OSError as full:  # the checkpoint before is whole
             if kind is None:
                 raise

@@ -1,6 +1,7 @@
 """What people bring: every kind of space, reward, info and environment arrives as it is, or is
 refused in one line; Ocean's, Gymnasium's and PettingZoo's, in this process and in workers."""
 
+import argparse
 import contextlib
 import operator
 import os
@@ -737,6 +738,62 @@ def test_sys_exit_in_an_environment_is_an_error_with_its_line(monkeypatch, where
         step(envs)
 
 
+ENDS = {
+    "it has gone": ("sys.exit", lambda *_, **__: sys.exit("it has gone")),
+    "exit()": ("line", lambda *_, **__: exit()),  # noqa: PLR1722
+    "argparse": ("line", lambda *_, **__: argparse.ArgumentParser().parse_args(["--x"])),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_exit_by_the_standard_library_is_told_by_the_environments_line_and_words(kind):
+    envs = adapters.GymnasiumEnvs(type("Exits", (Scripted,), {"step": ENDS[kind][1]}))
+    envs.reset(seed=1)
+    with pytest.raises(pufferlib.APIUsageError) as error:
+        step(envs)
+    words = ": it has gone" if kind == "it has gone" else ""
+    assert re.search(rf"sys.exit, in {__file__}, line \d+{words}$", str(error.value))
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space", "possible_agents"])
+def test_a_space_that_is_not_there_is_named(name):
+    """Set in reset, or forgotten; Gymnasium only declares them, and PettingZoo too."""
+    several = name == "possible_agents"
+    envs = adapters.PettingZooEnvs if several else adapters.GymnasiumEnvs
+    known = {"observation_space": UNIT, "action_space": Discrete(2)}
+    known.pop(name, None)
+    kind = type("Late", (ParallelEnv,) if several else (gym.Env,), known)
+    for wrap in (None,) if several else (None, gym.Wrapper):
+        with pytest.raises(pufferlib.APIUsageError, match=f"it has no {name}"):
+            envs((lambda wrap=wrap: wrap(kind())) if wrap else kind)
+
+
+def test_a_slip_within_reset_is_not_taken_for_its_arguments():
+    class Simulates(Scripted):
+        def reset(self, seed=None, options=None):
+            return NoSeed().reset(seed=seed)
+
+    class NoSeed:
+        def reset(self):
+            return 0
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'seed'"):
+        adapters.GymnasiumEnvs(Simulates).reset(seed=1)
+
+
+@pytest.mark.parametrize("slow", ["__init__", "reset"])
+def test_a_first_reset_that_takes_long_says_once_how_far_it_is(monkeypatch, capfd, slow):
+    clock = iter(range(0, 1000, 2))  # two seconds between two looks
+    monkeypatch.setattr(adapters.time, "monotonic", lambda: next(clock))
+    made = adapters.GymnasiumEnvs(Scripted, 3)
+    if slow == "reset":
+        while len(made.envs) < 3:
+            made.add_one()
+    made.reset(seed=1)
+    said = {"__init__": "environments: made 2 of 3 after 4 s\n"}
+    assert capfd.readouterr().err == said.get(slow, "environments: reset 1 of 3 after 4 s\n")
+
+
 def test_an_error_of_an_environments_process_is_its_own(monkeypatch, tmp_path):
     class Waits(Scripted):
         def step(self, action):
@@ -1322,7 +1379,7 @@ def test_what_is_wrong_in_a_worker_is_a_line(capfd):
     with pytest.raises(pufferlib.vector.WorkerEnded, match="exit code 1"):
         envs.receive()
     envs.close()
-    said = "error: at step 1 the reward of environment 0 is not finite; "
+    said = "error: at step 1 the reward of environment 0 is not finite in float32; "
     said += "gymnasium.wrappers.TransformReward can replace it\n"
     assert capfd.readouterr().err == said
 
