@@ -51,7 +51,7 @@ class ParallelGame(ParallelEnv):
         over = {agent: self.t == self.lengths[agent] for agent in self.agents}
         truncations = {agent: over[agent] and self.t == self.longest for agent in self.agents}
         terminations = {agent: over[agent] and self.t < self.longest for agent in self.agents}
-        infos = {agent: {} for agent in self.agents}
+        infos = {agent: {"n": 500} for agent in self.agents}  # which is Ocean's, and nothing here
         observations = self.observe()  # of agents that end here, too: their last
         self.agents = [agent for agent in self.agents if self.t < self.lengths[agent]]
         return observations, rewards, terminations, truncations, infos

@@ -61,10 +61,19 @@ class Painted(Episode):
         return self.observe(), 1.0, self.t == self.length, False, {}
 
     def render(self):
-        return np.full((40, 60, 3), 50 * self.t, np.uint8)
+        assert self.render_mode == "rgb_array"
+        return np.full((40, 60 + self.t, 3), 50 * self.t, np.uint8)
+
+
+class Unpainted(Painted):
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        if render_mode:
+            import no_such_package  # noqa: F401
 
 
 gym.register("Painted-v0", entry_point=Painted)
+gym.register("Unpainted-v0", entry_point=Unpainted)
 PAINTED = ["painted.pt", "--env-id", "test_tools:Painted-v0", "--hidden-size", 8]
 
 
@@ -163,13 +172,15 @@ def test_environment_of_the_current_folder_may_be_called_common_print_and_change
     tmp_path, painted
 ):
     (tmp_path / "common.py").write_text("""
-import os, gymnasium, test_tools
+import os, sys, gymnasium, test_tools
 
 class Here(test_tools.Painted):
     metadata = {"render_modes": ["rgb_array"], "render_fps": None}
 
     def step(self, action):
         print("a step")
+        print("to the first stdout", file=sys.__stdout__)
+        os.system("echo a program")
         os.chdir("/")
         return super().step(action)
 
@@ -178,7 +189,9 @@ gymnasium.register("Here-v0", Here)
     words = [PAINTED[0], "--env-id", "common:Here-v0", *PAINTED[3:], "--gif", "here.gif"]
     result = run_script(*words, cwd=tmp_path, small=False, script=ROOT / "tools/play.py")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["episodes"] == 1 and "a step" in result.stderr
+    assert json.loads(result.stdout)["episodes"] == 1
+    for printed in "a step", "to the first stdout", "a program":
+        assert printed in result.stderr
     assert (tmp_path / "here.gif").exists()
 
 
@@ -259,12 +272,15 @@ def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
     assert cut["episodes"] == 16 and cut["episodic_return"]["mean"] > 0
 
 
-def test_an_agent_that_never_comes_is_not_waited_for(played, tmp_path):
+def test_an_agent_that_never_comes_is_not_waited_for(played, call, tmp_path):
     game = parallel_game.ParallelGame()
     weights_of(game.observation_space("a"), game.action_space("a"), tmp_path / "game.pt")
     words = ["game.pt", "--env-id", "tests.parallel_game", "--hidden-size", 8]
     words += ["--env.absent", 1, "--num-envs", 1, "--max-steps", 30]
-    assert played(*words, "--episodes", 6)["episodes"] == 4  # those of two agents
+    assert played(*words, "--episodes", 1)["episodes"] == 1  # the first agent's
+    code, out, err = call(play, *words, "--episodes", 6)
+    assert code == 0 and json.loads(out)["episodes"] == 4  # those of two agents
+    assert err.startswith("4 of 6 episodes: ") and "--max-steps 30" in err
 
 
 def test_the_newest_checkpoint_and_copy_play_with_the_numbers_that_training_reads(run, tmp_path):
@@ -289,12 +305,19 @@ def test_gif_of_breakout_and_of_a_gymnasium_environment(painted, played, tmp_pat
     with Image.open("game.gif") as film:
         assert film.n_frames > 30
         assert len(film.convert("RGB").getcolors(10000)) > 20, "bricks, ball, paddle and text"
-    assert played(*PAINTED, "--gif", "painted.gif")["episodic_length"]["mean"] == 5
-    with Image.open("painted.gif") as film:
-        assert film.size == (60, 40) and film.n_frames == 5 and film.info["duration"] == 100
+    trained_so = ["--env.render_mode", "null"]
+    film = played(*PAINTED, *trained_so, "--gif", "painted.gif")
+    assert film["episodic_length"]["mean"] == 5
+    with Image.open("painted.gif") as film:  # as wide as the widest picture
+        assert film.size == (64, 40) and film.n_frames == 5 and film.info["duration"] == 100
 
 
 # tools/watch.py
+
+
+def test_what_an_environment_lacks_for_drawing_is_named(painted, refused):
+    words = [PAINTED[0], "--env-id", "test_tools:Unpainted-v0", *PAINTED[3:]]
+    assert "no_such_package" in refused(play, *words, "--gif", "unpainted.gif")
 
 
 def screen(folder, rows: list[dict], tail: str = "") -> pathlib.Path:

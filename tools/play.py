@@ -77,7 +77,8 @@ def play(
         idle = np.where(envs.ended, idle + 1, 0)
         counts[idle / repeat > options.max_steps] = options.episodes  # it never comes
         # Some C environments log episodes without ever flagging an end.
-        logged = sum(count for count, _ in envs.logs.get("n", ()))
+        counted = () if envs.next_step_reset else envs.logs.get("n", ())
+        logged = sum(count for count, _ in counted)
         enough = (counts >= quota).all() or (not finished and logged >= options.episodes)
         if enough or (film and film.full):
             return
@@ -104,6 +105,21 @@ def statistics(data: np.ndarray) -> dict[str, float]:
     }
 
 
+@contextlib.contextmanager
+def stdout_for_json():
+    """What environments print, and programs that they start, goes to stderr."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        sys.__stdout__.flush()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 def run(options: Options, flags: list[str]) -> int:
     for name in "episodes", "max_steps":
         if getattr(options, name) < 1:
@@ -112,8 +128,11 @@ def run(options: Options, flags: list[str]) -> int:
         fail("--render: no display here; use xvfb-run, or leave --render out")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # for products this small threads take six times as long
-    with contextlib.redirect_stdout(sys.stderr):  # what environments print; it has the JSON alone
+    with stdout_for_json():
         trained, finished, film, code = play_episodes(options, flags)
+    if 0 < len(finished) < options.episodes and code == 0:
+        never = f"other agents did not come within --max-steps {options.max_steps}"
+        print(f"{len(finished)} of {options.episodes} episodes: {never}", file=sys.stderr)
     result = {
         "checkpoint": str(trained.path),
         "env_id": trained.args.env_id,
@@ -153,7 +172,9 @@ def play_episodes(options: Options, flags: list[str]):
         options.episodes = 1
         film, repeat = make_film(trained, options.gif)
     elif options.render:
-        make_rendered(trained, "human")
+        failed = make_rendered(trained, "human")
+        if failed:
+            print(f"--render: perhaps no window: {failed!r}", file=sys.stderr)
     else:
         trained.make(min(options.episodes, trained.args.num_envs))
     finished = []
@@ -166,14 +187,22 @@ def play_episodes(options: Options, flags: list[str]):
     return trained, finished, film, code
 
 
-def make_rendered(trained: Trained, mode: str):
-    """`trained.make` of one environment with this render_mode, or without where it takes none."""
+def make_rendered(trained: Trained, mode: str) -> Exception | None:
+    """`trained.make` of one environment with this render_mode, or as the run had it where that
+    fails. Returns what went wrong, unless it is that the environment takes none."""
     given = trained.args.env
-    trained.args.env = {"render_mode": mode} | given
-    with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        return trained.make(1)
+    trained.args.env = given | {"render_mode": mode}
+    failed = None
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return trained.make(1)
+    except SystemExit:  # a refusal
+        pass
+    except Exception as error:
+        failed = error
     trained.args.env = given
     trained.make(1)
+    return failed
 
 
 # --gif --------------------------------------------------------------------------------------------
@@ -210,6 +239,8 @@ class Film:
         # A GIF counts in hundredths of a second, and viewers slow down those faster than 0.03 s.
         stride = max(1, round(self.fps / 33))
         images = [self.draw(frame) for frame, *_ in self.best[::stride]]
+        corner = max(image.width for image in images), max(image.height for image in images)
+        images = [image.crop((0, 0, *corner)) for image in images]  # a smaller one gets a margin
         some = [np.asarray(image) for image in images[:: -(-len(images) // 8)]]
         # One palette for all: what does not move is stored once.
         palette = Image.fromarray(np.concatenate(some)).quantize(128)
@@ -238,7 +269,7 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         args.env = args.env | {"frameskip": 1}  # frames between two actions are shown too
         trained.make(1)
         return Film(np.copy, lambda frame: draw_breakout(frame, game), fps=60), game["frameskip"]
-    make_rendered(trained, "rgb_array")
+    failed = make_rendered(trained, "rgb_array")
     environment = trained.envs.vecenv.driver_env
     if not isinstance(environment, adapters.AdaptedEnvs):  # C's render() would open a window
         hint = "xvfb-run python tools/play.py RUN --render, and a screen recorder"
@@ -248,7 +279,7 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         try:
             image = Image.fromarray(environment.render()).convert("RGB")
         except Exception as error:  # a package that is missing, no array
-            fail(f"--gif {path}: {args.env_id} draws no rgb_array ({error!r})")
+            fail(f"--gif {path}: {args.env_id} draws no rgb_array ({failed or error!r})")
         image.thumbnail((384, 384))  # hundreds of them are kept
         return image
 
