@@ -268,8 +268,8 @@ def test_run_of_a_fork_is_played_by_its_own_copy(tmp_path, played, refused):
 
 def test_an_episode_that_would_not_end_is_cut_and_counts_as_it_stands(played):
     cut = played(*BREAKOUT, "--episodes", 16, "--max-steps", 100)
-    assert cut["episodic_length"]["min"] == cut["episodic_length"]["max"] == 101
-    assert cut["episodes"] == 16 and cut["episodic_return"]["mean"] > 0
+    assert cut["episodic_length"]["min"] == cut["episodic_length"]["max"] == 100
+    assert cut["episodes"] == cut["cut"] == 16 and cut["episodic_return"]["mean"] > 0
 
 
 def test_an_agent_that_never_comes_is_not_waited_for(played, call, tmp_path):
@@ -395,6 +395,24 @@ def test_bin_of_convolutions_has_their_weights_in_order(call, tmp_path):
         assert code == 0, err
     before, after = (torch.load(tmp_path / name) for name in ("a.pt", "c.pt"))
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_image_policys_onnx_takes_any_batch_and_no_normalization_stands_in_its_bin(
+    call, tmp_path
+):
+    import onnxruntime
+
+    weights_of(environments.Image.observation_space, gym.spaces.Discrete(2), tmp_path / "a.pt")
+    words = ["a.pt", "--env-id", "tests.environments:Image-v0", "--hidden-size", 8, "--norm-obs"]
+    for out in "policy.onnx", "policy.bin":
+        code, _, err = call(export, *words, "--out", out)
+        assert code == 0, err
+    session = onnxruntime.InferenceSession("policy.onnx")
+    assert [item.shape[0] for item in session.get_inputs()] == ["batch"] * 4
+    fork = SCRIPT.read_text().replace("x.view(x.shape[0], -1", "x.view(len(x), -1")
+    (tmp_path / "fork.py").write_text(fork)
+    code, _, err = call(export, *words, "--out", "policy.onnx", "--script", "fork.py")
+    assert code == 2 and "for a batch of 3 alone" in err and "x.shape[0]" in err
 
 
 def test_onnx_gives_the_logits_of_torch(normalized, call, refused):

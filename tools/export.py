@@ -74,6 +74,12 @@ def to_onnx(trained: Trained) -> tuple[bytes, str]:
         torch.onnx.export(policy, (*steps[0], *state), file, **names, **options)
         content = file.getvalue()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    alone = [x[:1].numpy() for x in (*steps[0], *state)]
+    try:
+        session.run(None, dict(zip(INPUTS, alone)))
+    except Exception as error:  # a len() of a tensor, in the script's Agent
+        text = "x.shape[0] for len(x) in its flatten, or --script ppo_lstm_puffer.py, mends it"
+        fail(f"the script's network is exported for a batch of {n} alone: {text} ({error!r:.200})")
     difference = 0.0
     ours = state
     theirs = [x.numpy() for x in state]
@@ -112,9 +118,10 @@ def export(options: Options, flags: list[str]) -> int:
         fail(f"--out {out}: no such folder")
     out = out.absolute()  # environments may change the folder
     trained = Trained(options, [*flags, "--precision", "float32"])
-    if trained.args.norm_obs and out.suffix != ".onnx":
-        fail(f"--out {out}: PufferLib's files have no place for --norm-obs; use .onnx")
     trained.make(1)
+    normalized = trained.args.norm_obs and not trained.agent.pixels
+    if normalized and out.suffix != ".onnx":
+        fail(f"--out {out}: PufferLib's files have no place for --norm-obs; use .onnx")
     parameters = list(trained.agent.parameters())
     line = ""
     if out.suffix == ".onnx":

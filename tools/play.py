@@ -48,7 +48,7 @@ class Options(Source):
 def play(
     trained: Trained, options: Options, finished: list, film: "Film | None" = None, repeat: int = 1
 ):
-    """Appends (return, length) of --episodes episodes to `finished`.
+    """Appends (return, length, whether it was cut) of --episodes episodes to `finished`.
 
     They are each agent's first ones: taking whatever ends first would favour short episodes. An
     agent whose episode takes more than --max-steps plays no other. The agent acts at every
@@ -69,10 +69,11 @@ def play(
         for number, episodic_return, length in envs.episodes:
             if counts[number] < quota[number]:
                 counts[number] += 1
-                finished.append((episodic_return, length / repeat))
+                finished.append((episodic_return, length / repeat, False))
         envs.episodes.clear()
-        too_long = (envs.lengths / repeat > options.max_steps) & (counts < quota)
-        finished += zip(envs.returns[too_long].tolist(), (envs.lengths[too_long] / repeat).tolist())
+        too_long = (envs.lengths / repeat >= options.max_steps) & (counts < quota)
+        lengths = envs.lengths[too_long] / repeat
+        finished += zip(envs.returns[too_long].tolist(), lengths.tolist(), itertools.repeat(True))
         counts[too_long] = quota[too_long]
         idle = np.where(envs.ended, idle + 1, 0)
         counts[idle / repeat > options.max_steps] = options.episodes  # it never comes
@@ -133,12 +134,17 @@ def run(options: Options, flags: list[str]) -> int:
     if 0 < len(finished) < options.episodes and code == 0:
         never = f"other agents did not come within --max-steps {options.max_steps}"
         print(f"{len(finished)} of {options.episodes} episodes: {never}", file=sys.stderr)
+    cut = sum(was_cut for *_, was_cut in finished)
+    if cut:
+        text = f"{cut} of {len(finished)} episodes were cut at --max-steps {options.max_steps}"
+        print(f"{text}, and count as they stood", file=sys.stderr)
     result = {
         "checkpoint": str(trained.path),
         "env_id": trained.args.env_id,
         "seed": trained.args.seed,
         "deterministic": options.deterministic,
         "episodes": len(finished),
+        "cut": cut,
     }
     names = ("episodic_return", "episodic_length") if finished else ()
     for name, data in zip(names, np.array(finished).T):
@@ -163,7 +169,7 @@ def run(options: Options, flags: list[str]) -> int:
 
 
 def play_episodes(options: Options, flags: list[str]):
-    """What played, the (return, length) of its episodes, the film if there is one, exit code."""
+    """What played, what `play` says of its episodes, the film if there is one, the exit code."""
     trained = Trained(options, flags)
     film = None
     repeat = 1

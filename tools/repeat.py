@@ -6,7 +6,8 @@
 
 Every logged number counts but seconds and steps per second. A CPU of the same kind, the same
 versions and as many threads give the same bits; another machine need not, nor does a GPU. After a
---resume random numbers are others: say with --steps how far to compare.
+--resume random numbers are others: say with --steps how far to compare. A --resume with other
+arguments has changed the run's configuration, and so all of what is run here.
 """
 
 import math
