@@ -221,7 +221,11 @@ class Run:
             if sweep.stopping:
                 raise InterruptedError  # the trial goes back into the queue
             self.read()
-            if time.monotonic() - self.seen > args.hang_seconds:
+            silent = time.monotonic() - self.seen
+            ended = self.latest.get("exit_reason") in ("completed", "time_limit")
+            if ended and silent > min(GRACE, args.hang_seconds):
+                break  # it waits for a thread of its environment's, for ever
+            if silent > args.hang_seconds:
                 raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
             cost = self.points[-1][0] if self.points else 0.0
             while milestones and cost >= milestones[0]:
@@ -416,11 +420,13 @@ class Sweep:
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
             raise cause
+        scored = True
         with contextlib.suppress(OptunaError if cause else ()):  # the database is away
-            self.report()
+            scored = self.report()
         if cause:
             say("interrupted; the same command goes on")
-        return 128 + cause if cause else 0
+            return 128 + cause
+        return 0 if scored else 1
 
     def enough(self) -> bool:
         late = time.monotonic() > self.deadline
@@ -493,12 +499,12 @@ class Sweep:
         adapters.write_whole(self.folder / "best.yaml", text.encode())
         return f"; best {fresh_mean(trials):.5g} (trial {trials[0].number})"
 
-    def report(self):
-        """pareto.png, importances.png, and a table of the front."""
+    def report(self) -> bool:
+        """pareto.png, importances.png, and a table of the front. Whether there is any."""
         trials = self.worked()
         if not trials:
             say(f"no trial has a score; the logs are in {self.folder / 'trials'}")
-            return
+            return False
         with one_at_a_time(self.folder):
             self.write_best()  # another machine's trial may have ended last
         matplotlib.use("Agg")
@@ -514,6 +520,7 @@ class Sweep:
         say(f"no trial beats these in both: trial, cost in seconds, {self.args.metric}")
         for one in sorted(both.best_trials, key=lambda one: one.values):
             say("{:>6} {:>10.1f} {:>18.5g}".format(trials[one.number].number, *one.values))
+        return True
 
 
 # PLUMBING: command line ---------------------------------------------------------------------------

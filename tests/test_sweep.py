@@ -82,6 +82,9 @@ with (folder / "metrics.jsonl").open("w") as file:
                 sys.exit(1)
             if args.mode == "hang":
                 time.sleep(1000)
+            if args.mode == "stays":  # for a thread of its environment's
+                write(**{"env/score": score, "exit_reason": "completed"})
+                time.sleep(1000)
             if args.mode == "garbage":
                 print("no JSON", file=file, flush=True)
         write(**{"episodic_return" if args.mode == "episodes" else "env/score": score})
@@ -206,16 +209,18 @@ def test_each_space_is_of_the_scripts_arguments(path):
 
 def test_what_goes_wrong_is_a_failure_that_is_told_and_the_rest_goes_on(toy):
     modes = ["good", "crash", "diverge", "nan", "hang", "garbage", "episodes", "refuses"]
-    (toy / "x.yaml").write_text(f"mode: {modes}\nx: [0.5, 1.0]")
+    (toy / "x.yaml").write_text(f"mode: {[*modes, 'stays']}\nx: [0.5, 1.0]")
     finish(toy_command("--num-trials", 1), toy)  # the defaults: good
     for mode in [mode for mode in modes[1:] if mode != "hang"]:
         load(toy).enqueue_trial({"mode": mode, "x": 1.0})
     printed = finish(toy_command("--num-trials", 7, "--workers", 2), toy)
     load(toy).enqueue_trial({"mode": "hang", "x": 1.0})
-    finish(toy_command("--num-trials", 8, "--hang-seconds", 4), toy)
+    load(toy).enqueue_trial({"mode": "stays", "x": 0.5})
+    finish(toy_command("--num-trials", 9, "--hang-seconds", 4), toy)
     trials = {trial.params["mode"]: trial for trial in load(toy).trials}
-    failures = {mode: one.user_attrs["failure"] for mode, one in trials.items() if mode != "good"}
+    failures = {mode: trials[mode].user_attrs["failure"] for mode in modes[1:]}
     assert "failure" not in trials["good"].user_attrs
+    assert trials["stays"].user_attrs["end"] == "completed", "its process did not end, its run did"
     assert "RuntimeError: the environment broke" in failures["crash"]
     assert failures["diverge"] == "diverged: losses not finite"
     assert "env/score is not finite" in failures["nan"]
@@ -238,7 +243,8 @@ def test_a_crash_under_torchrun_is_told_by_its_error(toy):
 
 def test_failures_alone_count_too_and_a_script_that_then_refuses_ends_their_sweep(toy):
     words = "--", "--mode", "crash"
-    finish(toy_command("--num-trials", 2, *words), toy)
+    printed = finish(toy_command("--num-trials", 2, *words), toy, 1)
+    assert "no trial has a score" in printed
     assert [trial.value for trial in load(toy).trials] == [-np.inf] * 2
     (toy / "toy.py").write_text("raise SystemExit(2)")
     printed = finish(toy_command("--num-trials", 3, *words), toy, 2)
