@@ -22,6 +22,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -65,6 +66,13 @@ def say_once(say: Callable, text: str):
     say(text)
 
 
+ENDING = [  # the signals at which a run saves and ends; not those that nohup, say, has it ignore
+    signum
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    if signal.getsignal(signum) != signal.SIG_IGN
+]
+
+
 @contextlib.contextmanager
 def signals_kept():
     """A run takes the signals; after it they are the notebook's again."""
@@ -79,7 +87,7 @@ def signals_kept():
 
 def end_at_signals():
     """A run notes the signals and goes on; a process that its environment forks does not."""
-    for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+    for signum in ENDING:
         handler = signal.getsignal(signum)
         if callable(handler) and handler is not signal.default_int_handler:
             signal.signal(signum, signal.SIG_DFL)
@@ -490,6 +498,15 @@ def environment_failed(error: Exception) -> bool:
     return not all(module.startswith(ours) for module, _ in places_of(error))
 
 
+@cache
+def calls_its_reset(kind: type) -> bool:
+    """Whether a step of this class calls its reset, as far as its source shows."""
+    try:
+        return "self.reset(" in inspect.getsource(kind.step)
+    except (OSError, TypeError):  # compiled, or made in a notebook
+        return False
+
+
 def gymnasium_raised(error: Exception) -> bool:
     """Whether it did, of what an environment is or returned: no line of the environment's failed."""
     module, _ = places_of(error)[-1]
@@ -792,6 +809,12 @@ class AdaptedEnvs(pufferlib.PufferEnv):
             whose += f", agent {self.agents[agent]},"
         return kind(f"at step {self.steps} the {what} of {whose} {problem}")
 
+    def warn_of_own_reset(self, i: int):
+        """Once, at an episode's end."""
+        if calls_its_reset(type(getattr(self.envs[i], "unwrapped", self.envs[i]))):
+            text = "its step calls its reset: at an end step should return the last observation"
+            say_once(say, f"warning: {text}, not that of a new episode")
+
     def render(self):
         return self.envs[0].render()
 
@@ -801,6 +824,12 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 self.envs.pop().close()
             except Exception as error:  # costs nobody a finished run
                 say_once(say, f"warning: an environment's close fails: {error!r:.200}")
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join(1.0)  # it may be about to end
+                if thread.is_alive():
+                    told = f"warning: {thread.name} is still on, and Python waits for it"
+                    say_once(say, f"{told}; an environment's close should end its threads")
 
 
 class GymnasiumEnvs(AdaptedEnvs):
@@ -825,6 +854,7 @@ class GymnasiumEnvs(AdaptedEnvs):
             self.over[i] = True
             self.check_action_space(i, 0, self.envs[i].action_space)
             infos.append(dict(numbers_in(info)))
+            self.warn_of_own_reset(i)
             if isinstance(info, Mapping):
                 self.warn_of_end(i, info)
 
@@ -971,6 +1001,8 @@ class PettingZooEnvs(AdaptedEnvs):
                 infos.append(dict(numbers_in(agent_infos.get(agent))))
         self.ended[i] = ended
         self.over[i] = ended.issuperset(agents)
+        if self.over[i]:
+            self.warn_of_own_reset(i)
 
 
 # Arguments ----------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class Agent(nn.Module):
             return self.observation_norm(x.flatten(1).float())
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
-        return x.view(len(x), -1, *x.shape[-2:])
+        return x.view(x.shape[0], -1, *x.shape[-2:])  # len(x) would be a constant in ONNX
 
     def encode(self, observations: torch.Tensor) -> torch.Tensor:
         """Observations (T, N, *obs) of any dtype to features (T, N, F) in the compute dtype."""
@@ -930,7 +930,8 @@ class Run(contextlib.AbstractContextManager):
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
             folder = self.resumed["folder"]
-            fail(f"--resume {folder}: another --env-id, network, --optimizer? {error!r:.200}")
+            hint = "another --env-id, --env, network, --optimizer?"
+            fail(f"--resume {folder}: {hint} {error!r:.200}")
         if RANK > 0:
             return
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
@@ -974,9 +975,8 @@ class Run(contextlib.AbstractContextManager):
                 self.profiler.start()
         if self.profiler:
             self.profiler.step()
-        for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks; again: envs take them
-                signal.signal(signum, lambda number, _: self.signals.append(number))
+        for signum in adapters.ENDING:  # in every iteration: environments take them
+            signal.signal(signum, lambda number, _: self.signals.append(number))
 
     def start_interval(self):
         self.last_log = time.perf_counter()

@@ -169,7 +169,7 @@ class Agent(nn.Module):
             return self.observation_norm(x.flatten(1).float())
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
-        return x.view(len(x), -1, *x.shape[-2:])
+        return x.view(x.shape[0], -1, *x.shape[-2:])  # len(x) would be a constant in ONNX
 
     def encode(self, observations: torch.Tensor) -> torch.Tensor:
         """Observations (T, N, *obs) of any dtype to features (T, N, F) in the compute dtype."""
@@ -848,7 +848,8 @@ class Run(contextlib.AbstractContextManager):
                     # Learning rates and momenta are not taken: flags win.
                     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         except Exception as error:
-            fail(f"--resume {self.folder}: another --env-id, network, --optimizer? {error!r:.200}")
+            hint = "another --env-id, --env, network, --optimizer?"
+            fail(f"--resume {self.folder}: {hint} {error!r:.200}")
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
         self.jsonl.truncate(size)  # the lines after it will come again
         config = yaml.safe_dump(self.config, sort_keys=False)
@@ -889,9 +890,8 @@ class Run(contextlib.AbstractContextManager):
             torch_xla.debug.profiler.start_trace(str(self.folder))
         if self.args.profile and self.iteration == self.resumed["iteration"] + 8:
             torch_xla.debug.profiler.stop_trace()
-        for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks; again: envs take them
-                signal.signal(signum, lambda number, _: self.signals.append(number))
+        for signum in adapters.ENDING:  # in every iteration: environments take them
+            signal.signal(signum, lambda number, _: self.signals.append(number))
 
     def start_interval(self):
         self.last_log = time.perf_counter()

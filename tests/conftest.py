@@ -4,7 +4,6 @@ the test."""
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -18,10 +17,6 @@ from forks import Fork
 from reading import newest_run, read_metrics
 
 import ppo_lstm_puffer as ppo
-
-for signum in signal.SIGINT, signal.SIGHUP:  # nohup and a shell's & ignore them, and so would runs
-    if signal.getsignal(signum) == signal.SIG_IGN:
-        signal.signal(signum, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_lstm_puffer.py"

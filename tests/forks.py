@@ -18,6 +18,10 @@ import tempfile
 import threading
 from multiprocessing.reduction import DupFd
 
+for signum in signal.SIGINT, signal.SIGHUP:  # nohup and a shell's & ignore them, and so would runs
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        signal.signal(signum, signal.SIG_DFL)
+
 CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = "torch.distributed.run torch.utils.tensorboard torch.profiler torch._dynamo tyro optuna "
 IMPORTED += "torch._inductor.cpp_builder matplotlib.pyplot pufferlib.adapters pufferlib.vector"

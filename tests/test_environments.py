@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
@@ -740,7 +741,7 @@ def test_sys_exit_in_an_environment_is_an_error_with_its_line(monkeypatch, where
 
 ENDS = {
     "it has gone": ("sys.exit", lambda *_, **__: sys.exit("it has gone")),
-    "exit()": ("line", lambda *_, **__: exit()),  # noqa: PLR1722
+    "exit()": ("line", lambda *_, **__: exit()),
     "argparse": ("line", lambda *_, **__: argparse.ArgumentParser().parse_args(["--x"])),
 }
 
@@ -792,6 +793,25 @@ def test_a_first_reset_that_takes_long_says_once_how_far_it_is(monkeypatch, capf
     made.reset(seed=1)
     said = {"__init__": "environments: made 2 of 3 after 4 s\n"}
     assert capfd.readouterr().err == said.get(slow, "environments: reset 1 of 3 after 4 s\n")
+
+
+def test_a_thread_that_close_leaves_is_named(capfd):
+    class Threads(Scripted):
+        def __init__(self):
+            super().__init__()
+            self.thread = threading.Thread(target=ended.wait, name="the simulator")
+            self.thread.start()
+
+    class Ends(Threads):
+        def close(self):
+            ended.set()
+
+    for kind, left in (Threads, True), (Ends, False):
+        ended = threading.Event()
+        envs = adapters.GymnasiumEnvs(kind)
+        envs.close()
+        assert ("the simulator is still on" in capfd.readouterr().err) == left
+        ended.set()
 
 
 def test_an_error_of_an_environments_process_is_its_own(monkeypatch, tmp_path):
@@ -1051,6 +1071,42 @@ SCRIPTS = {
     "it leaves a step later": ([("ab", "a"), ("b", ""), ("", "b")], {}, "a", LATER, [1, 3]),
     "it is not shown": ([("ab", "")], {"seen": "b"}, "a", [FIRST, [0, 1, 1, 0]], [1]),
 }
+
+
+class Restarts(Scripted):
+    def step(self, action):
+        result = super().step(action)
+        if self.t == self.length:
+            self.reset()
+        return result
+
+
+class AllRestart(Played):
+    def step(self, actions):
+        result = super().step(actions)
+        if not self.agents:
+            self.reset()
+        return result
+
+
+def test_a_step_that_calls_its_reset_is_warned_of_at_an_end(capfd):
+    both_end = [("ab", ""), ("", "ab")]
+    for make_one, warned in (
+        (Scripted, False),
+        (Restarts, True),
+        (partial(Played, both_end), False),
+        (partial(AllRestart, both_end), True),
+    ):
+        adapters.say_once.cache_clear()
+        kind = adapters.GymnasiumEnvs
+        if isinstance(make_one, partial):
+            kind = adapters.PettingZooEnvs
+        envs = kind(make_one)
+        envs.reset(seed=1)
+        step(envs)
+        assert capfd.readouterr().err == ""
+        step(envs, 4)
+        assert ("its step calls its reset" in capfd.readouterr().err) == warned
 
 
 @pytest.mark.parametrize(

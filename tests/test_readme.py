@@ -73,6 +73,13 @@ def block_with(text: str) -> str:
     return found
 
 
+@pytest.fixture(autouse=True)
+def outside_of_make(monkeypatch):
+    """make test ARGS="-k x" gives its arguments to every make below it."""
+    for name in "ARGS", "MAKEFLAGS":
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def clone(finished, tmp_path, monkeypatch):
     """The current folder: what a clone has, a run, a sweep's result, README's environment."""
