@@ -237,7 +237,7 @@ def test_what_goes_wrong_is_a_failure_that_is_told_and_the_rest_goes_on(toy):
 def test_a_crash_under_torchrun_is_told_by_its_error(toy):
     launcher = f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1"
     words = ["--launcher", launcher, "--", "--mode", "crash"]
-    printed = finish(toy_command("--num-trials", 1, *words), toy)
+    printed = finish(toy_command("--num-trials", 1, *words), toy, 1)
     assert "trial 0: failed: exit code 1: RuntimeError: the environment broke" in printed
 
 
