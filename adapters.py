@@ -602,6 +602,7 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.num_envs = num_envs
         self.seed = seed
         self.envs = []
+        self.threads = []  # that Python waits for, of the environments
         self.envs.append(self.make_env())  # the others at the first reset: for spaces one is enough
         self.over = [True] * num_envs  # the next step is a reset
         self.warned = set()  # what was said of agents
@@ -628,10 +629,13 @@ class AdaptedEnvs(pufferlib.PufferEnv):
     def make_env(self):
         """One more. What it draws from its np_random while it is made is seeded too."""
         gym.Env._np_random = np.random.default_rng((self.seed, len(self.envs)))
+        before = threading.enumerate()
         try:
             return self.make_one()
         finally:
             gym.Env._np_random = None
+            begun = [thread for thread in threading.enumerate() if thread not in before]
+            self.threads += [thread for thread in begun if not thread.daemon]
 
     def said_already(self, text: str):
         pass
@@ -824,12 +828,12 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 self.envs.pop().close()
             except Exception as error:  # costs nobody a finished run
                 say_once(say, f"warning: an environment's close fails: {error!r:.200}")
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join(1.0)  # it may be about to end
-                if thread.is_alive():
-                    told = f"warning: {thread.name} is still on, and Python waits for it"
-                    say_once(say, f"{told}; an environment's close should end its threads")
+        while self.threads:
+            thread = self.threads.pop()
+            thread.join(1.0)  # it may be about to end
+            if thread.is_alive():
+                told = f"warning: {thread.name} is still on, and Python waits for it"
+                say_once(say, f"{told}; an environment's close should end its threads")
 
 
 class GymnasiumEnvs(AdaptedEnvs):
