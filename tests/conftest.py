@@ -25,6 +25,11 @@ SMALL = "--num-envs 16 --num-steps 16 --minibatch-size 128 --total-timesteps 204
 SMALL = (SMALL + "--precision float32 --no-compile --log-interval 1").split()
 
 
+def pytest_collection_modifyitems(items):
+    """What compiles, which takes longest, comes first: or a worker would be left with it."""
+    items.sort(key=lambda item: "second_start" not in item.name)
+
+
 def environment() -> dict[str, str]:
     paths = (str(ROOT), str(ROOT / "tests"), os.getenv("PYTHONPATH"))
     return os.environ | {
