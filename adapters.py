@@ -5,6 +5,7 @@ An environment is reset in the step after an episode's end, whose action it igno
 observation is seen, and a truncated episode can be bootstrapped from it.
 """
 
+import concurrent.futures.thread
 import contextlib
 import copy
 import ctypes
@@ -494,7 +495,7 @@ def places_of(error: BaseException) -> list[tuple[str, str]]:
 
 def environment_failed(error: Exception) -> bool:
     """Whether it was raised in a line of the environment's, or below one."""
-    ours = ("pufferlib.", *GYMNASIUMS)
+    ours = ("pufferlib.", *GYMNASIUMS, "pettingzoo.utils.", "supersuit.", "minigrid.wrappers")
     return not all(module.startswith(ours) for module, _ in places_of(error))
 
 
@@ -503,7 +504,7 @@ def calls_its_reset(kind: type) -> bool:
     """Whether a step of this class calls its reset, as far as its source shows."""
     try:
         return "self.reset(" in inspect.getsource(kind.step)
-    except (OSError, TypeError):  # compiled, or made in a notebook
+    except Exception:  # no source, as of what is compiled, or one that is being written
         return False
 
 
@@ -635,7 +636,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         finally:
             gym.Env._np_random = None
             begun = [thread for thread in threading.enumerate() if thread not in before]
-            self.threads += [thread for thread in begun if not thread.daemon]
+            pools = concurrent.futures.thread._threads_queues  # Python ends these
+            self.threads += [one for one in begun if not one.daemon and one not in pools]
 
     def said_already(self, text: str):
         pass
@@ -815,9 +817,10 @@ class AdaptedEnvs(pufferlib.PufferEnv):
 
     def warn_of_own_reset(self, i: int):
         """Once, at an episode's end."""
-        if calls_its_reset(type(getattr(self.envs[i], "unwrapped", self.envs[i]))):
-            text = "its step calls its reset: at an end step should return the last observation"
-            say_once(say, f"warning: {text}, not that of a new episode")
+        kind = type(getattr(self.envs[i], "unwrapped", self.envs[i]))
+        if self.is_first() and calls_its_reset(kind):
+            text = "its step has a self.reset(): if that is at an episode's end, step should return"
+            say_once(say, f"warning: {text} the last observation, not that of a new episode")
 
     def render(self):
         return self.envs[0].render()
@@ -828,12 +831,14 @@ class AdaptedEnvs(pufferlib.PufferEnv):
                 self.envs.pop().close()
             except Exception as error:  # costs nobody a finished run
                 say_once(say, f"warning: an environment's close fails: {error!r:.200}")
-        while self.threads:
-            thread = self.threads.pop()
-            thread.join(1.0)  # it may be about to end
-            if thread.is_alive():
-                told = f"warning: {thread.name} is still on, and Python waits for it"
-                say_once(say, f"{told}; an environment's close should end its threads")
+        deadline = time.monotonic() + 1.0  # they may be about to end
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        left = [thread.name for thread in self.threads if thread.is_alive()]
+        self.threads.clear()
+        if left and not pufferlib.vector.in_worker:
+            what = f"threads of environments are still on, {len(left)}, such as {left[0]}"
+            say(f"warning: {what}; Python waits for them: close should end them")
 
 
 class GymnasiumEnvs(AdaptedEnvs):

@@ -221,11 +221,9 @@ class Run:
             if sweep.stopping:
                 raise InterruptedError  # the trial goes back into the queue
             self.read()
-            silent = time.monotonic() - self.seen
-            ended = self.latest.get("exit_reason") in ("completed", "time_limit")
-            if ended and silent > min(GRACE, args.hang_seconds):
-                break  # it waits for a thread of its environment's, for ever
-            if silent > args.hang_seconds:
+            if time.monotonic() - self.seen > args.hang_seconds:
+                if self.latest.get("exit_reason") in ("completed", "time_limit"):
+                    break  # its process waits for a thread of its environment's
                 raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
             cost = self.points[-1][0] if self.points else 0.0
             while milestones and cost >= milestones[0]:

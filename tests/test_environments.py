@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
@@ -785,7 +786,7 @@ def test_a_slip_within_reset_is_not_taken_for_its_arguments():
 @pytest.mark.parametrize("slow", ["__init__", "reset"])
 def test_a_first_reset_that_takes_long_says_once_how_far_it_is(monkeypatch, capfd, slow):
     clock = iter(range(0, 1000, 2))  # two seconds between two looks
-    monkeypatch.setattr(adapters.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     made = adapters.GymnasiumEnvs(Scripted, 3)
     if slow == "reset":
         while len(made.envs) < 3:
@@ -806,12 +807,19 @@ def test_a_thread_that_close_leaves_is_named(capfd):
         def close(self):
             ended.set()
 
-    for kind, left in (Threads, True), (Ends, False):
+    class Pools(Scripted):
+        def __init__(self):
+            super().__init__()
+            self.pool = ThreadPoolExecutor(1)  # which Python ends by itself
+            self.pool.submit(int).result()
+
+    for kind, left in (Threads, True), (Ends, False), (Pools, False):
         ended = threading.Event()
-        envs = adapters.GymnasiumEnvs(kind)
-        envs.close()
-        assert ("the simulator is still on" in capfd.readouterr().err) == left
-        ended.set()
+        try:
+            adapters.GymnasiumEnvs(kind).close()
+            assert ("still on, 1, such as the simulator" in capfd.readouterr().err) == left
+        finally:
+            ended.set()
 
 
 def test_an_error_of_an_environments_process_is_its_own(monkeypatch, tmp_path):
@@ -1106,7 +1114,7 @@ def test_a_step_that_calls_its_reset_is_warned_of_at_an_end(capfd):
         step(envs)
         assert capfd.readouterr().err == ""
         step(envs, 4)
-        assert ("its step calls its reset" in capfd.readouterr().err) == warned
+        assert ("its step has a self.reset()" in capfd.readouterr().err) == warned
 
 
 @pytest.mark.parametrize(

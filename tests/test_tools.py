@@ -155,7 +155,11 @@ def weights_of(observation_space, action_space, path):
 def test_process_plays_the_newest_run_and_prints_json(run):
     before = sorted(run.iterdir())
     words = ["latest", "--episodes", "20", "--num-envs", "8"]
-    result = run_script(*words, cwd=run.parent.parent, small=False, script=ROOT / "tools/play.py")
+    command = {"cwd": run.parent.parent, "small": False, "script": ROOT / "tools/play.py"}
+    closed = ("bash", "-c", 'exec "$0" "$@" >&-', sys.executable)  # nobody reads the JSON
+    result = run_script(*words, **command, launcher=closed)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    result = run_script(*words, **command)
     assert result.returncode == 0, result.stderr
     scores = json.loads(result.stdout)
     assert scores["episodes"] == 20
@@ -280,7 +284,7 @@ def test_an_agent_that_never_comes_is_not_waited_for(played, call, tmp_path):
     assert played(*words, "--episodes", 1)["episodes"] == 1  # the first agent's
     code, out, err = call(play, *words, "--episodes", 6)
     assert code == 0 and json.loads(out)["episodes"] == 4  # those of two agents
-    assert err.startswith("4 of 6 episodes: ") and "--max-steps 30" in err
+    assert err.startswith("4 of 6 episodes: --max-steps 30")
 
 
 def test_the_newest_checkpoint_and_copy_play_with_the_numbers_that_training_reads(run, tmp_path):

@@ -13,6 +13,7 @@ played in. `env` in the JSON is what environments log, also of games beyond --ep
 """
 
 import contextlib
+import ctypes
 import inspect
 import io
 import itertools
@@ -51,7 +52,7 @@ def play(
     """Appends (return, length, whether it was cut) of --episodes episodes to `finished`.
 
     They are each agent's first ones: taking whatever ends first would favour short episodes. An
-    agent whose episode takes more than --max-steps plays no other. The agent acts at every
+    agent whose episode takes --max-steps plays no other. The agent acts at every
     `repeat`-th step.
     """
     args = trained.args
@@ -115,8 +116,10 @@ def stdout_for_json():
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-        sys.__stdout__.flush()
     finally:
+        if sys.__stdout__:  # None where it was closed
+            sys.__stdout__.flush()
+        ctypes.CDLL(None).fflush(None)  # what C code has printed
         os.dup2(stdout, 1)
         os.close(stdout)
 
@@ -132,8 +135,9 @@ def run(options: Options, flags: list[str]) -> int:
     with stdout_for_json():
         trained, finished, film, code = play_episodes(options, flags)
     if 0 < len(finished) < options.episodes and code == 0:
-        never = f"other agents did not come within --max-steps {options.max_steps}"
-        print(f"{len(finished)} of {options.episodes} episodes: {never}", file=sys.stderr)
+        fewer = f"{len(finished)} of {options.episodes} episodes"
+        why = "an agent that was cut, or did not come, by then plays no other"
+        print(f"{fewer}: --max-steps {options.max_steps}; {why}", file=sys.stderr)
     cut = sum(was_cut for *_, was_cut in finished)
     if cut:
         text = f"{cut} of {len(finished)} episodes were cut at --max-steps {options.max_steps}"
@@ -180,7 +184,7 @@ def play_episodes(options: Options, flags: list[str]):
     elif options.render:
         failed = make_rendered(trained, "human")
         if failed:
-            print(f"--render: perhaps no window: {failed!r}", file=sys.stderr)
+            print(f"--render: perhaps no window: {failed}", file=sys.stderr)
     else:
         trained.make(min(options.episodes, trained.args.num_envs))
     finished = []
@@ -193,19 +197,21 @@ def play_episodes(options: Options, flags: list[str]):
     return trained, finished, film, code
 
 
-def make_rendered(trained: Trained, mode: str) -> Exception | None:
+def make_rendered(trained: Trained, mode: str) -> str:
     """`trained.make` of one environment with this render_mode, or as the run had it where that
-    fails. Returns what went wrong, unless it is that the environment takes none."""
+    fails. Returns what went wrong, or "" where the environment takes none."""
     given = trained.args.env
     trained.args.env = given | {"render_mode": mode}
-    failed = None
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return trained.make(1)
+        with contextlib.redirect_stderr(said):
+            trained.make(1)
+        return ""
     except SystemExit:  # a refusal
-        pass
+        failed = said.getvalue().strip().rpartition("\n")[2]
+        failed = "" if "render_mode" in failed else failed
     except Exception as error:
-        failed = error
+        failed = repr(error)
     trained.args.env = given
     trained.make(1)
     return failed
@@ -285,7 +291,7 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         try:
             image = Image.fromarray(environment.render()).convert("RGB")
         except Exception as error:  # a package that is missing, no array
-            fail(f"--gif {path}: {args.env_id} draws no rgb_array ({failed or error!r})")
+            fail(f"--gif {path}: {args.env_id} draws no rgb_array ({failed or repr(error)})")
         image.thumbnail((384, 384))  # hundreds of them are kept
         return image
 
