@@ -316,12 +316,12 @@ def test_gif_of_breakout_and_of_a_gymnasium_environment(painted, played, tmp_pat
         assert film.size == (64, 40) and film.n_frames == 5 and film.info["duration"] == 100
 
 
-# tools/watch.py
-
-
 def test_what_an_environment_lacks_for_drawing_is_named(painted, refused):
     words = [PAINTED[0], "--env-id", "test_tools:Unpainted-v0", *PAINTED[3:]]
     assert "no_such_package" in refused(play, *words, "--gif", "unpainted.gif")
+
+
+# tools/watch.py
 
 
 def screen(folder, rows: list[dict], tail: str = "") -> pathlib.Path:

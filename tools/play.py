@@ -36,7 +36,7 @@ class Options(Source):
     episodes: int = 100
     """how many to play; each agent's first ones"""
     max_steps: int = 27_000
-    """a longer episode is cut and counts as it stands: it may never end (the limit is Atari's)"""
+    """an episode that comes so far is cut and counts as it stands: it may never end (the limit is Atari's)"""
     deterministic: bool = False
     """take the most likely action instead of sampling"""
     render: bool = False
@@ -52,8 +52,7 @@ def play(
     """Appends (return, length, whether it was cut) of --episodes episodes to `finished`.
 
     They are each agent's first ones: taking whatever ends first would favour short episodes. An
-    agent whose episode takes --max-steps plays no other. The agent acts at every
-    `repeat`-th step.
+    agent whose episode takes --max-steps plays no other. It acts at every `repeat`-th step.
     """
     args = trained.args
     envs = trained.envs
