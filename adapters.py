@@ -326,13 +326,15 @@ def flat_observations(space: gym.Space, remark: Callable) -> tuple[Box, Callable
 # Actions ------------------------------------------------------------------------------------------
 
 
-def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Callable, alone: bool):
+def remark_on_bounds(space: gym.Space, seen: Box, remark: Callable):
     """The policy begins at 0 with a deviation of 1: a Box should be there, and not much wider."""
+    low = seen.low
+    high = seen.high
     with np.errstate(over="ignore", invalid="ignore"):
         width = high - low
     unlike = ((width < 0.1) & (width > 0)) | ((width > 20) & np.isfinite(width))
     for i in np.flatnonzero(unlike | (low > 1) | (high < -1))[:1]:
-        rescales = alone and space.dtype.kind == "f" and space.is_bounded()
+        rescales = isinstance(space, Box) and space.dtype.kind == "f" and space.is_bounded()
         wrapper = "RescaleAction(env, -1, 1)" if rescales else "TransformAction"
         remark(
             f"action: a Box from {low[i]:g} to {high[i]:g}, but the policy begins at 0 with a "
@@ -340,85 +342,70 @@ def remark_on_bounds(space: Box, low: np.ndarray, high: np.ndarray, remark: Call
         )
 
 
-def flat_actions(
-    space: gym.Space, remark: Callable, alone: bool = True
-) -> tuple[gym.Space, Callable]:
-    """The Box or MultiDiscrete that the policy acts in, and the function from the numbers of n
-    actions to a list of n actions of the space. Raises pufferlib.APIUsageError.
+def choices(space: gym.Space) -> list[int]:
+    """How many there are for each number of an action."""
+    if isinstance(space, MultiDiscrete):
+        return space.nvec.ravel().tolist()
+    return [int(space.n)] if isinstance(space, Discrete) else [2] * math.prod(space.shape)
 
-    alone: it is not made of the parts of another space.
-    """
-    boxes = [part for _, part in leaves(space)]
-    if not isinstance(space, Box) and boxes and all(isinstance(part, Box) for part in boxes):
-        try:
-            vector = gym.spaces.flatten_space(space)
-        except ValueError as error:  # an empty part
-            raise APIUsageError(f"an action of {space!s:.80} is not supported: {error}") from error
-        if any((box.dtype.kind == "f") != (vector.dtype.kind == "f") for box in boxes):
-            raise APIUsageError("an action of whole numbers and fractions is not supported")
-        seen, own_vectors = flat_actions(vector, remark, alone=False)
 
-        def own_parts(numbers: np.ndarray) -> list:
-            return [gym.spaces.unflatten(space, own) for own in own_vectors(numbers)]
-
-        return seen, own_parts
+def own_actions(space: gym.Space, numbers: np.ndarray) -> list:
+    """n actions of a space without parts, from the policy's numbers (n, k)."""
+    own = numbers.reshape(-1, *space.shape)
     if not isinstance(space, Box):
-        counts, own_actions = choices(space)
-        if not 0 < sum(counts) <= MOST:
-            raise APIUsageError(f"an action of {sum(counts)} choices is not supported")
-        return MultiDiscrete(counts), own_actions
-    if not all(space.shape):
-        raise APIUsageError("an action without any number is not supported")
-    with np.errstate(over="ignore"):  # a float64's bound may be no float32
-        low = space.low.ravel().astype(np.float32)
-        high = space.high.ravel().astype(np.float32)
-    remark_on_bounds(space, low, high, remark, alone)
-
-    def own_actions(numbers: np.ndarray) -> list[np.ndarray]:
-        own = numbers.reshape(-1, *space.shape)
-        if space.dtype != np.float32:  # whose bounds float32 may miss by a little
-            own = own.astype(np.float64).clip(space.low, space.high)
-        if space.dtype.kind != "f":
-            own = own.round()
-        own = own.astype(space.dtype)  # a copy: the environment may keep it, or change it
-        return [own[i, ...] for i in range(len(own))]
-
-    return Box(low, high, dtype=np.float32), own_actions
+        return list((own + getattr(space, "start", 0)).astype(space.dtype))
+    if space.dtype != np.float32:  # whose bounds float32 may miss by a little
+        own = own.astype(np.float64).clip(space.low, space.high)
+    if space.dtype.kind != "f":
+        own = own.round()
+    own = own.astype(space.dtype)  # a copy: the environment may keep it, or change it
+    return [own[i, ...] for i in range(len(own))]
 
 
-def choices(space: gym.Space) -> tuple[list[int], Callable]:
-    """The numbers of choices that an action consists of, and the function as in `flat_actions`."""
-    if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
-        start = getattr(space, "start", 0)
-        counts = getattr(space, "nvec", np.full(space.shape, 2))
-        if isinstance(space, Discrete):
-            counts = space.n
+def rebuild(space: gym.Space, own: Iterator):
+    """An action of the space, from those of its `leaves`."""
+    if isinstance(space, Dict):
+        return {key: rebuild(part, own) for key, part in space.spaces.items()}
+    if isinstance(space, Tuple):
+        return tuple(rebuild(part, own) for part in space.spaces)
+    return next(own)
 
-        def own_actions(numbers: np.ndarray) -> list:
-            return list((numbers.reshape(-1, *space.shape) + start).astype(space.dtype))
 
-        return np.ravel(counts).tolist(), own_actions
-    if not isinstance(space, Dict | Tuple):
-        beside = " beside choices" if isinstance(space, Box) else ""
-        raise APIUsageError(
-            f"an action of {type(space).__name__}{beside} is not supported; wrap the environment, "
-            "as docs/environments.md says"
-        )
-    names = list(space.spaces) if isinstance(space, Dict) else None
-    parts = space.spaces.values() if isinstance(space, Dict) else space.spaces
-    counts = []
-    slots = []
+def flat_actions(space: gym.Space, remark: Callable) -> tuple[gym.Space, Callable]:
+    """The Box or MultiDiscrete that the policy acts in, and the function from the numbers (n, k) of
+    n actions to a list of n actions of the space. Raises pufferlib.APIUsageError."""
+    parts = [part for _, part in leaves(space)]
+    boxes = [part for part in parts if isinstance(part, Box)]
     for part in parts:
-        part_counts, own_part_actions = choices(part)
-        slots.append((slice(len(counts), len(counts) + len(part_counts)), own_part_actions))
-        counts += part_counts
+        known = isinstance(part, Box | Discrete | MultiDiscrete | MultiBinary)
+        if not known or 0 < len(boxes) < len(parts):
+            kind = "Box beside choices" if known else type(part).__name__
+            hint = "wrap the environment, as docs/environments.md says"
+            raise APIUsageError(f"an action of {kind} is not supported; {hint}")
+    sizes = [math.prod(part.shape) for part in parts]
+    if not parts or 0 in sizes:
+        raise APIUsageError("an action without any number is not supported")
+    if boxes:
+        with np.errstate(over="ignore"):  # a float64's bound may be no float32
+            low = np.concatenate([box.low.ravel() for box in boxes]).astype(np.float32)
+            high = np.concatenate([box.high.ravel() for box in boxes]).astype(np.float32)
+        seen = Box(low, high, dtype=np.float32)
+        remark_on_bounds(space, seen, remark)
+    else:
+        counts = [count for part in parts for count in choices(part)]
+        if sum(counts) > MOST:
+            raise APIUsageError(f"an action of {sum(counts)} choices is not supported")
+        seen = MultiDiscrete(counts)
+    if parts == [space]:
+        return seen, partial(own_actions, space)
+    ends = np.cumsum(sizes)[:-1]
 
-    def own_actions(numbers: np.ndarray) -> list:
-        own = [own_part_actions(numbers[:, columns]) for columns, own_part_actions in slots]
-        own = [tuple(values[i] for values in own) for i in range(len(numbers))]
-        return own if names is None else [dict(zip(names, values)) for values in own]
+    def own_with_parts(numbers: np.ndarray) -> list:
+        columns = np.split(numbers.reshape(len(numbers), -1), ends, axis=1)
+        own = [own_actions(part, of_part) for part, of_part in zip(parts, columns)]
+        return [rebuild(space, iter(values)) for values in zip(*own)]
 
-    return counts, own_actions
+    return seen, own_with_parts
 
 
 # Environments -------------------------------------------------------------------------------------
@@ -455,12 +442,7 @@ def parts(result, method: str, names: str) -> tuple:
 
 
 def begin(env, seed: int | None) -> tuple:
-    """What reset returns. torch draws on as if the environment had not seeded it."""
-    torch = sys.modules.get("torch")
-    before = torch and torch.initial_seed()
-    state = torch and torch.get_rng_state()
-    on_gpu = torch and torch.cuda.is_initialized()
-    gpu_state = torch.cuda.get_rng_state() if on_gpu else None
+    """What reset returns."""
     if seed is not None and isinstance(env, gym.Env):  # for those that forget super().reset
         if isinstance(getattr(env.unwrapped, "_np_random", 0), np.random.Generator | None):
             env.unwrapped._np_random = gym.utils.seeding.np_random(seed)[0]  # Gymnasium's
@@ -474,11 +456,6 @@ def begin(env, seed: int | None) -> tuple:
             text = f"{error}; it should be reset(self, seed=None, options=None)"
             raise APIUsageError(text) from error
         raise
-    finally:
-        if torch and torch.initial_seed() != before:
-            torch.set_rng_state(state)
-            if on_gpu:
-                torch.cuda.set_rng_state(gpu_state)
 
 
 GYMNASIUMS = ("gymnasium.core", "gymnasium.wrappers.", "gymnasium.envs.registration")
@@ -555,19 +532,29 @@ def torch_settings() -> dict:
 
 @contextlib.contextmanager
 def torch_kept(in_workers: bool = False):
-    """Refuses an environment that changes what holds for all of torch, and so for training.
+    """Training's torch draws on as if no environment had seeded it. Refuses an environment that
+    changes what holds for all of torch.
 
     in_workers: training is not in their process, and the one made here is for its spaces alone.
     """
+    torch = sys.modules.get("torch")
     before = torch_settings()
+    seed = torch and torch.initial_seed()
+    state = torch and torch.get_rng_state()
+    on_gpu = torch and torch.cuda.is_initialized()
+    gpu_state = torch.cuda.get_rng_state() if on_gpu else None
     yield
+    if torch and torch.initial_seed() != seed:
+        torch.set_rng_state(state)
+        if on_gpu:
+            torch.cuda.set_rng_state(gpu_state)
     now = torch_settings()
     changed = [name for name in before if now[name] != before[name]]
     if not changed or pufferlib.vector.in_worker:
         return
     for name in changed:
         default = None if name == "set_default_device" else before[name]
-        getattr(sys.modules["torch"], name)(default)
+        getattr(torch, name)(default)
     if not in_workers:
         raise APIUsageError(
             f"it changes torch for all (torch.{changed[0]}), training too; let it do so around its "
@@ -1190,13 +1177,13 @@ def checked(own: type) -> type:
             super().__init__(*args, buf=buf, **copy.deepcopy(kwargs))  # each has its own
 
         def reset(self, seed: int | None = None, **options):  # options: in calls of its own
-            with refusals():
+            with refusals(), torch_kept():
                 observations, infos = parts(super().reset(seed=seed, **options), *RESET)
                 check_buffers(self, observations)
             return observations, list_of(infos)
 
         def step(self, actions: np.ndarray):
-            with refusals():
+            with refusals(), torch_kept():
                 result = super().step(np.array(actions))  # a copy: it may keep or change it
                 *given, infos = parts(result, *STEP)
                 check_buffers(self, *given)

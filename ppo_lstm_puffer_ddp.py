@@ -132,12 +132,11 @@ class Agent(nn.Module):
         self.pixels = adapters.is_pixels(observation_space)  # bytes, divided by 255
         self.image = adapters.is_image(observation_space)  # pixels with sides for convolutions
         self.channels_last = len(shape) == 3 and (shape[2] < shape[0] or shape[0] == shape[1])
-        self.observation_norm = nn.Identity()
+        self.observation_norm = None
         if args.norm_obs and not self.pixels:  # by the mean and deviation of all seen so far
-            norm = nn.BatchNorm1d(math.prod(shape), eps=1e-8, affine=False, momentum=None)
-            self.observation_norm = nn.Sequential(norm, nn.Hardtanh(-10, 10)).eval()
+            self.observation_norm = nn.BatchNorm1d(math.prod(shape), affine=False)
         if args.norm_rewards:
-            self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None).eval()
+            self.return_norm = nn.BatchNorm1d(1, affine=False)
         self.policy = nn.Module()
         layers = []
         x = self.flatten(torch.zeros(1, *shape))  # a dummy, for the layers' input sizes
@@ -175,7 +174,12 @@ class Agent(nn.Module):
         if self.pixels:
             x = x / 255
         if not self.image:
-            return self.observation_norm(x.flatten(1).float())
+            x = x.flatten(1).float()
+            norm = self.observation_norm
+            if norm is not None:  # norm(x) would take the batch's own, if a fork calls train()
+                normalize = nn.functional.batch_norm
+                x = normalize(x, norm.running_mean, norm.running_var, eps=1e-8).clamp(-10, 10)
+            return x
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
         return x.view(x.shape[0], -1, *x.shape[-2:])  # len(x) would be a constant in ONNX
@@ -281,9 +285,8 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
 
     values, dones (T + 1, N): index T is the observation after the segment, its value the
     bootstrap. dones[t + 1] = 1: v_{t+1} is not bootstrapped from, and the sum starts anew.
-    rewards, valid, ratio (T, N). valid[t] = 0: the environment ignores a_t, and A_t is 0. (So
-    it is at an episode's last observation, where one is shown: not by C environments. dones is 1
-    there if it terminated, 0 if it was truncated.)
+    rewards, valid, ratio (T, N). valid[t] = 0, and A_t: the agent is away, or o_t is its episode's
+    last (C environments show none); there dones is 1 if it terminated, 0 if it was truncated.
     ratio: pi(a_t) of the segment's last draw by that of acting. With ratio 1, and clips of 1 or
     more, this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
@@ -364,7 +367,7 @@ def fit_norm(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
     change = mean.float() - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(variance.float() + (1 - share) * change**2, share)
-    norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # float32 has no more digits
+    norm.running_var.clamp_(min=1e-12 * norm.running_mean**2)  # float32 has no more digits
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):
@@ -601,8 +604,8 @@ def train(args: Args, envs: "Envs", run: "Run"):
         for _ in range(num_minibatches):
             statistics += update()
         losses = dict(zip(LOSSES, (statistics / num_minibatches).tolist()))  # waits for the device
-        if args.norm_obs and not agent.pixels:  # not before: ratios start at 1
-            fit_norm(agent.observation_norm[0], observations[:T].flatten(2), valid[:T])
+        if agent.observation_norm is not None:  # not before: ratios start at 1
+            fit_norm(agent.observation_norm, observations[:T].flatten(2), valid[:T])
 
         # LOGGING, CHECKPOINT
         run.update_done(batch_size, update_began)
@@ -727,7 +730,7 @@ class Envs:
         """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
 
         dones: 1 where the state is zeroed before this observation and its value bootstraps nothing.
-        valid: 0 where the next action is ignored. Gymnasium's and PettingZoo's show an episode's
+        valid: 0 where an agent is away, or its episode over. Gymnasium's and PettingZoo's show its
         last observation (valid 0, dones 1 if terminated). C's do not: any end is a termination.
         """
         began = time.perf_counter()
@@ -748,8 +751,8 @@ class Envs:
             self.ended[agents] = ended | ~mask  # an agent that was gone begins anew
         else:
             dones = self.ended[agents] | ended
-            valid = mask
             self.ended[agents] = dones & ~mask  # until an agent that ended is there again
+            valid = ~self.ended[agents]  # one that waits is not away: what comes is its own
         for info in infos:
             weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
             for key, value in adapters.numbers_in(info):
@@ -1005,8 +1008,7 @@ class Run(contextlib.AbstractContextManager):
             chart = f"charts/{name.replace('sps', 'SPS')}"
             self.writer.add_scalar(name if "/" in name else chart, value, self.step)
         row |= {"step": self.step, "time": self.seconds}
-        score = [] if self.envs.next_step_reset else ["env/score"]  # Ocean's
-        names = ["step", "time", "sps", *score, "episodic_return", "losses/entropy"]
+        names = ["step", "time", "sps", "env/score", "episodic_return", "losses/entropy"]
         shown = [f"{name.rpartition('/')[2]}={row[name]:.6g}" for name in names if name in row]
         say(" ".join(shown), sys.stdout)
 

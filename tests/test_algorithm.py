@@ -656,7 +656,7 @@ def test_observations_are_normalized_by_the_statistics_of_all_steps_that_count(t
     records = record_training(tmp_path, "CartPole-v1", **sizes)
     seen = [record.observations[record.valid > 0].numpy() for record in records]
     assert len({len(steps) for steps in seen}) > 1, "some steps do not count"
-    mean, variance = saved_statistics(tmp_path, "observation_norm.0")
+    mean, variance = saved_statistics(tmp_path, "observation_norm")
     np.testing.assert_allclose(mean, statistics_of(seen)[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(variance, statistics_of(seen)[1], rtol=1e-4)
     observations = records[0].observations[0]
@@ -664,6 +664,8 @@ def test_observations_are_normalized_by_the_statistics_of_all_steps_that_count(t
     normalized = records[0].agent.flatten(observations)
     np.testing.assert_allclose(normalized, expected.clip(-10, 10), rtol=1e-4, atol=1e-5)
     assert records[0].agent.flatten(1e9 * observations).abs().max() == 10
+    as_training = records[0].agent.train().flatten(observations)  # as a fork with dropout calls it
+    torch.testing.assert_close(as_training, normalized)
 
 
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns(tmp_path, listen):

@@ -243,8 +243,8 @@ def test_pufferlibs_own_breakout_weights_play_as_well_here(played):
 def test_a_normalized_agent_plays_with_its_statistics(normalized, played):
     assert played(normalized, "--episodes", 5)["episodes"] == 5
     state = trained_of(normalized).agent.state_dict()
-    assert state["observation_norm.0.num_batches_tracked"] == 2048  # rows
-    assert state["observation_norm.0.running_var"].min() < 0.5
+    assert state["observation_norm.num_batches_tracked"] == 2048  # rows
+    assert state["observation_norm.running_var"].min() < 0.5
 
 
 def test_a_run_of_several_ranks_is_played_though_its_sizes_need_them(run, played, tmp_path):
@@ -438,7 +438,7 @@ def test_onnx_gives_the_logits_of_torch(normalized, call, refused):
     state = agent.lstm.state_dict()
     cell.load_state_dict({name.removesuffix("_l0"): weight for name, weight in state.items()})
     keep = (1 - done)[:, None]
-    norm = agent.observation_norm[0]
+    norm = agent.observation_norm
     with torch.no_grad():
         x = (x - norm.running_mean) / (norm.running_var + 1e-8).sqrt()
         expected, _ = cell(agent.policy.encoder(x.clamp(-10, 10)), (h * keep, c * keep))
