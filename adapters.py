@@ -1007,6 +1007,13 @@ class PettingZooEnvs(AdaptedEnvs):
 class Loader(yaml.SafeLoader):
     """YAML as people write it: 1e-3 is a number; a date and 16:9 are the texts that they are."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:  # YAML would take the last
+                raise yaml.YAMLError(f"{key} is there twice")
+        return super().construct_mapping(node, deep)
+
 
 FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
@@ -1036,6 +1043,17 @@ def format_value(value) -> str:
         return json.dumps(value, ensure_ascii=False)
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
     return text.removesuffix("...\n").rstrip("\n")
+
+
+def read_arguments(path: str) -> dict:
+    """Those of a YAML file, by their names. Raises OSError, yaml.YAMLError, ValueError."""
+    content = yaml.load(pathlib.Path(os.path.expanduser(path)).read_text(), Loader)
+    if not isinstance(content, dict | None):
+        raise ValueError(f"it holds {content!r:.40}, where lines of argument: value should be")
+    arguments = {str(key).replace("-", "_"): value for key, value in (content or {}).items()}
+    if isinstance(arguments.get("config"), str):
+        raise ValueError(f"it names another, config: {arguments['config']}; one file is read")
+    return arguments
 
 
 def as_words(config: Mapping) -> list[str]:

@@ -951,8 +951,7 @@ def parse_args(words: list[str]) -> tuple[Args, dict | None]:
     resumed = None
     if given.config is not None:
         try:
-            text = Path(os.path.expanduser(given.config)).read_text()
-            words = [*adapters.as_words(yaml.load(text, adapters.Loader) or {}), *words]
+            words = [*adapters.as_words(adapters.read_arguments(given.config)), *words]
         except Exception as error:  # no file, no YAML, no mapping
             fail(f"--config {given.config}: {' '.join(str(error).split())}")
         given, _ = parse_known()  # the file may have a resume or an output_dir

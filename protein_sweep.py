@@ -6,10 +6,9 @@
     python protein_sweep.py --script ppo_lstm_puffer_ddp.py --launcher "torchrun --nproc-per-node 2"
     python ppo_lstm_puffer.py --config sweeps/breakout__ppo_lstm_puffer/best.yaml  # what it found
 
-Optuna keeps the study: trials, database, sampling, pruning. This file makes a trial of a run: on
-cores and a GPU of its own, its score and cost read while it goes on, stopped when it looks
-hopeless, told to the sampler when it fails. At the end the three best run again on fresh seeds.
-Protein is the name of PufferLib's search, which looks at costs too; this has none of its code.
+Optuna keeps the study: trials, database, sampling, pruning. Here a trial is a run on cores and a
+GPU of its own, read while it goes on, stopped when it looks hopeless, told as infinitely bad when
+it fails. At the end the three best run again on fresh seeds. (Protein is PufferLib's search.)
 """
 
 import ast
@@ -131,23 +130,29 @@ class Parameter(NamedTuple):
         return round(bounded) if isinstance(one, IntDistribution) else float(bounded)
 
 
-def parse_parameter(key: str, entry: Any) -> Parameter:
-    """A line of a space. Raises ValueError or TypeError."""
+def parse_parameter(key: str, entry: Any, default: Any = None) -> Parameter:
+    """A line of a space. default: the script's own value. Raises ValueError or TypeError."""
     match entry:
         case list():
             return Parameter(key, key, CategoricalDistribution(entry))
-        case {"distribution": "uniform_pow2", "min": low, "max": high}:
-            scale = IntDistribution(math.ceil(math.log2(low)), math.floor(math.log2(high)))
-            return Parameter(key, f"log2({key})", scale, lambda n: 2**n, np.log2)
-        case {"distribution": "logit_normal", "min": low, "max": high}:
-            scale = FloatDistribution(round(1 - high, 9), round(1 - low, 9), log=True)
-            return Parameter(key, f"1 - {key}", scale, lambda x: round(1 - x, 6), lambda x: 1 - x)
-        case {"distribution": "int_uniform" | "log_normal" as name, "min": int(a), "max": int(b)}:
-            return Parameter(key, key, IntDistribution(a, b, name == "log_normal"))
-        case {"distribution": "uniform" | "log_normal" as kind, "min": low, "max": high}:
-            scale = FloatDistribution(low, high, kind == "log_normal")
-            return Parameter(key, key, scale, lambda value: float(f"{value:.4g}"))
-    raise ValueError("neither a list of choices nor {distribution, min, max}")
+        case {"distribution": kind, "min": low, "max": high, **more} if math.isfinite(high - low):
+            whole = low % 1 == high % 1 == 0  # 1e2 is a whole number
+        case _:
+            raise ValueError("neither a list of choices nor {distribution, min, max}")
+    if more:
+        raise ValueError(f"there is no {', '.join(more)}")
+    if kind == "uniform_pow2":
+        scale = IntDistribution(math.ceil(math.log2(low)), math.floor(math.log2(high)))
+        return Parameter(key, f"log2({key})", scale, lambda n: 2**n, np.log2)
+    if kind == "logit_normal":
+        scale = FloatDistribution(round(1 - high, 9), round(1 - low, 9), log=True)
+        return Parameter(key, f"1 - {key}", scale, lambda x: round(1 - x, 6), lambda x: 1 - x)
+    log = {"uniform": False, "int_uniform": False, "log_normal": True}[kind]
+    if kind == "int_uniform" or type(default) is int or (log and type(low) is type(high) is int):
+        if not whole:
+            raise ValueError("min and max should be whole numbers")
+        return Parameter(key, key, IntDistribution(int(low), int(high), log))
+    return Parameter(key, key, FloatDistribution(low, high, log), lambda x: float(f"{x:.4g}"))
 
 
 # A TRIAL: a run of the script, watched through its metrics.jsonl ----------------------------------
@@ -167,10 +172,10 @@ class Run:
         self.folder = folder
         self.metric = metric
         self.position = 0  # what is before it in metrics.jsonl has been read
-        self.points = []  # (cost, score) of each line that has the metric; cost is its "time"
+        self.cost = 0.0  # the newest line's "time"
+        self.points = []  # (cost, score) of each line that has the metric
         self.latest = {}  # the newest value of each key
         self.seen = time.monotonic()  # when the newest line was
-        shutil.rmtree(folder, ignore_errors=True)  # of a study that was deleted
         folder.mkdir(parents=True)
         self.log = folder / "log.txt"
         with self.log.open("wb") as log:
@@ -200,40 +205,43 @@ class Run:
             self.position += len(line)
             self.seen = time.monotonic()
             try:
-                self.latest |= (row := json.loads(line))
+                row = json.loads(line)
+                self.latest |= row
+                self.cost = float(row["time"])
                 if self.metric in row:
-                    self.points.append((float(row["time"]), float(row[self.metric])))
+                    self.points.append((self.cost, float(row[self.metric])))
             except (ValueError, TypeError, KeyError) as error:  # a script of your own
                 raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
 
     def score(self, until: float = np.inf) -> float:
-        """The mean of the last tenth of what came up to this cost."""
+        """The mean in the last tenth of the seconds up to this cost, or the last score before."""
         points = [point for point in self.points if point[0] <= until]
-        since = 0.9 * points[-1][0]
+        since = min(0.9 * min(self.cost, until), points[-1][0])
         return float(np.mean([score for cost, score in points if cost >= since]))
 
     def watch(self, trial: optuna.Trial, sweep: "Sweep") -> str | None:
         """Until it is over or to be pruned; returns how it ended. Raises RunFailed, UsageError."""
         args = sweep.args
         milestones = [args.max_cost_seconds * n / MILESTONES for n in range(1, MILESTONES + 1)]
-        while self.process.poll() is None:
-            time.sleep(0.1)
+        while True:
+            code = self.process.poll()
+            time.sleep(1 if code else 0.1)  # where all is killed, the sweep may hear of it later
             if sweep.stopping:
+                adapters.say_once(say, f"ending the trials, within {GRACE:.0f} s")
                 raise InterruptedError  # the trial goes back into the queue
             self.read()
+            if code is not None:
+                break
             if time.monotonic() - self.seen > args.hang_seconds:
                 if self.latest.get("exit_reason") in ("completed", "time_limit"):
                     break  # its process waits for a thread of its environment's
                 raise RunFailed(f"no new line in metrics.jsonl for {args.hang_seconds:g} seconds")
-            cost = self.points[-1][0] if self.points else 0.0
-            while milestones and cost >= milestones[0]:
+            while milestones and self.cost >= milestones[0]:
                 due = milestones.pop(0)
-                if self.points[0][0] <= due:
+                if self.points and self.points[0][0] <= due:
                     trial.report(self.score(due), MILESTONES - len(milestones))
                     if args.pruning and "again" not in trial.user_attrs and trial.should_prune():
                         return "pruned"
-        self.read()
-        code = self.process.returncode
         tail = self.log.read_text(errors="replace").strip()[-4000:]
         refused = code in (2, 126, 127) or re.search(r"exitcode +: 2 ", tail)  # of env; of torchrun
         if refused and not self.latest:
@@ -266,7 +274,7 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
             raise RunFailed(f"{run.metric} is not finite")
         with from_user("the script must write a config.yaml"):
             (path,) = folder.glob("*/config.yaml")
-            config = yaml.safe_load(path.read_text())
+            config = dict(yaml.safe_load(path.read_text()))
     except (RunFailed, UsageError) as error:
         first = trial.number == sweep.began[0]
         if first and isinstance(error, UsageError) and not sweep.worked():
@@ -278,8 +286,10 @@ def run_trial(trial: optuna.Trial, sweep: "Sweep") -> float:
         run.end()
         sweep.slots.append(slot)
     trial.set_user_attr("config", {key: config[key] for key in config if key not in OURS})
-    trial.set_user_attr("cost", run.points[-1][0])
-    trial.set_user_attr("end", end)
+    trial.set_user_attr("cost", run.cost)
+    last = run.points[-1][0]
+    seen = f"; {run.metric} was last there at {last:.1f} s" if last < 0.9 * run.cost else ""
+    trial.set_user_attr("end", f"{end}{seen}")
     return run.score()
 
 
@@ -327,7 +337,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
     pruner = optuna.pruners.PercentilePruner(75, 10, round(0.3 * MILESTONES), n_min_trials=10)
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys} | {"script": Path(args.script).stem}
-    same["space"] = str([(one.name, one.distribution) for one in space])
+    same["space"] = str(sorted((one.name, str(one.distribution)) for one in space))
+    same["preset"] = str(first)
     params = {one.name: one.nearest(first.get(one.argument)) for one in space}
     params = {name: value for name, value in params.items() if value is not None}
     with one_at_a_time(folder):
@@ -340,6 +351,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
                 name = f"--study-name {args.study_name}"
                 raise UsageError(f"{name}: exists with another {key}; take another, or delete it")
             study.set_user_attr(key, value)
+        if not study.trials and (folder / "trials").exists():
+            raise UsageError(f"{folder}/trials: another study's; take another --study-name")
         study.enqueue_trial(params, skip_if_exists=True)
     distributions = {one.name: one.distribution for one in space}
     study.ask = one_at_a_time(folder)(partial(study.ask, distributions))  # knowing what runs
@@ -392,9 +405,8 @@ class Sweep:
 
     def run(self) -> int:
         """Trials until there are enough, then the best again. Returns the exit code."""
-        for signum in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup asks
-                signal.signal(signum, lambda number, _: self.stopping.append(number))
+        for signum in adapters.ENDING:
+            signal.signal(signum, lambda number, _: self.stopping.append(number))
         say(f"{self.folder}: {len(self.trials())} of {self.target} trials")
         options = {"n_jobs": self.args.workers, "catch": InterruptedError}
         options |= {"callbacks": [self.after_trial]}
@@ -417,6 +429,7 @@ class Sweep:
             if not self.worked() and not self.trials(TrialState.RUNNING):
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
+                shutil.rmtree(self.folder / "trials")
             raise cause
         scored = True
         with contextlib.suppress(OptunaError if cause else ()):  # the database is away
@@ -540,9 +553,7 @@ def script_defaults(path: str) -> dict[str, Any]:
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
     with from_user(f"{flag} {path}"):
-        text = Path(os.path.expanduser(path)).read_text()
-        content = yaml.load(text, adapters.Loader)  # 1e-3 is a number
-        return {key.replace("-", "_"): value for key, value in content.items()}
+        return adapters.read_arguments(path)
 
 
 def prepare(argv: list[str]) -> Sweep:
@@ -561,12 +572,12 @@ def prepare(argv: list[str]) -> Sweep:
     taken = sorted((OURS | {"env_id"}) & (given | set(content)))
     if taken:
         raise UsageError(f"{', '.join(taken)}: the sweep gives this itself; leave it out")
+    first = script_defaults(args.script)
     space = []
     for argument, entry in content.items():
         if argument not in given:
             with from_user(f"--space, {argument}: {entry}, not as in SPACE"):
-                space.append(parse_parameter(argument, entry))
-    first = script_defaults(args.script)
+                space.append(parse_parameter(argument, entry, first.get(argument)))
     following = dict(pairwise(args.fixed))
     if "--config" in following:
         first |= read_yaml(following["--config"], "-- --config")

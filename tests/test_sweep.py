@@ -85,6 +85,8 @@ with (folder / "metrics.jsonl").open("w") as file:
             if args.mode == "stays":  # for a thread of its environment's
                 write(**{"env/score": score, "exit_reason": "completed"})
                 time.sleep(1000)
+            if args.mode == "no more":  # episodes that end
+                args.mode = "episodes"
             if args.mode == "garbage":
                 print("no JSON", file=file, flush=True)
         write(**{"episodic_return" if args.mode == "episodes" else "env/score": score})
@@ -176,11 +178,21 @@ def test_choices_stay_what_they_are_and_another_value_is_none_of_them():
         {"distribution": "log_normal", "min": "1e-5", "max": 1},
         {"distribution": "logit_normal", "min": 0.5, "max": 1},
         {"distribution": "uniform_pow2", "min": 0, "max": 8},
+        {"distribution": "uniform", "min": 0, "max": float("inf")},
+        {"distribution": "int_uniform", "min": 0, "max": 8, "step": 2},
+        {"distribution": "int_uniform", "min": 0, "max": 8.5},
     ],
 )
 def test_a_wrong_line_of_a_space_is_refused(entry):
     with pytest.raises((ValueError, TypeError, KeyError)):
         parse_parameter("p", entry)
+
+
+@pytest.mark.parametrize("kind", ["log_normal", "uniform", "int_uniform"])
+def test_an_argument_of_whole_numbers_has_whole_ones(kind):
+    parameter = parse_parameter("p", {"distribution": kind, "min": 1e1, "max": 1e2}, default=32)
+    assert isinstance(parameter.distribution, optuna.distributions.IntDistribution)
+    assert str(parameter.to_argument(parameter.nearest(40))) == "40"
 
 
 def test_the_default_space_has_the_scripts_arguments_and_their_defaults_and_no_batch_too_small():
@@ -246,7 +258,8 @@ def test_failures_alone_count_too_and_a_script_that_then_refuses_ends_their_swee
     printed = finish(toy_command("--num-trials", 2, *words), toy, 1)
     assert "no trial has a score" in printed
     assert [trial.value for trial in load(toy).trials] == [-np.inf] * 2
-    (toy / "toy.py").write_text("raise SystemExit(2)")
+    refuses = TRAINER.replace("words = ", "raise SystemExit(2)\nwords = ", 1)
+    (toy / "toy.py").write_text(refuses)
     printed = finish(toy_command("--num-trials", 3, *words), toy, 2)
     assert "the script refused its arguments" in printed
 
@@ -256,6 +269,7 @@ def test_sizes_that_do_not_fit_end_no_sweep_while_its_first_trial_is_on(toy):
     finish(toy_command("--num-trials", 1), toy)
     storage = load(toy)._storage
     optuna.delete_study(study_name="toy__toy", storage=storage)
+    shutil.rmtree(toy / "sweeps/toy__toy/trials")
     study = optuna.create_study(study_name="toy__toy", storage=storage, direction="maximize")
     for mode in "good", "refuses":
         study.enqueue_trial({"mode": mode})
@@ -275,6 +289,30 @@ def test_a_trial_has_so_many_seconds_and_counts_with_what_it_reached(toy):
     assert (trial.user_attrs["end"], trial.user_attrs["cost"]) == ("time_limit", 0.5)
     assert 0.5 * 22 < trial.value < 0.5 * 26  # the mean of the last tenth
     assert not alive(processes_in(toy))
+
+
+def test_what_a_run_cost_is_its_own_also_where_the_metric_ends_before(toy):
+    printed = finish(toy_command("--num-trials", 1, "--", "--mode", "no more", "--x", 1), toy)
+    (trial,) = load(toy).trials
+    assert trial.value == pytest.approx(4.001)  # in the fourth line
+    assert trial.user_attrs["cost"] == pytest.approx(0.2)
+    assert "in 0.2 s (completed; env/score was last there at 0.1 s)" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda sweep: (sweep / "../../preset.yaml").write_text('{"x": 0.2}'), "another preset"),
+        (lambda sweep: (sweep / "study.db").unlink(), "trials: another study's"),
+    ],
+)
+def test_no_study_goes_on_with_what_is_not_its_own(toy, change, said):
+    (toy / "preset.yaml").write_text('{"x": 0.1}')
+    words = "--", "--config=preset.yaml"
+    finish(toy_command("--num-trials", 1, *words), toy)
+    change(toy / "sweeps/toy__toy")
+    assert said in finish(toy_command("--num-trials", 2, *words), toy, 2)
+    assert json.loads((toy / "sweeps/toy__toy/trials/0000/run/config.yaml").read_text())["x"] == 0.1
 
 
 def test_hopeless_trials_are_pruned_and_count_with_what_they_had(toy):
