@@ -10,6 +10,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import importlib
 import inspect
@@ -1049,7 +1050,8 @@ def read_arguments(path: str) -> dict:
     """Those of a YAML file, by their names. Raises OSError, yaml.YAMLError, ValueError."""
     content = yaml.load(pathlib.Path(os.path.expanduser(path)).read_text(), Loader)
     if not isinstance(content, dict | None):
-        raise ValueError(f"it holds {content!r:.40}, where lines of argument: value should be")
+        kind = type(content).__name__
+        raise ValueError(f"it holds a {kind}, where lines of argument: value should be")
     arguments = {str(key).replace("-", "_"): value for key, value in (content or {}).items()}
     if isinstance(arguments.get("config"), str):
         raise ValueError(f"it names another, config: {arguments['config']}; one file is read")
@@ -1364,14 +1366,36 @@ def lock(file, wait: bool = False):
         say_once(say, f"warning: {file.name}: {error}; nobody stops a second process's writing")
 
 
+def latest_checkpoint(output_dir: str) -> pathlib.Path:
+    """The newest trainer_state.pt of its runs. Raises IndexError."""
+    folders = pathlib.Path(os.path.expanduser(output_dir))
+    files = sorted(folders.glob("*/trainer_state.pt"), key=os.path.getmtime)
+    begun = sorted(folders.glob("*/config.yaml"), key=os.path.getmtime)
+    if begun and not (begun[-1].parent / files[-1].name).exists():
+        say(f"warning: the latest run, {begun[-1].parent}, has no checkpoint yet")
+    return files[-1]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """That one is full is a line, and not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise APIUsageError(str(error)) from error
+
+
 def write_whole(path: pathlib.Path, content: bytes):
     """Whoever reads it sees the old file or the new one, whole."""
     part = path.with_name(f"{path.name}.tmp")
     try:
         part.write_bytes(content)
         os.replace(part, path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 

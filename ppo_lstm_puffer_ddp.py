@@ -861,13 +861,12 @@ def job_folder(args: Args) -> Path:
 
 def load_checkpoint(path: str, output_dir: str) -> dict:
     """The trainer_state.pt of a run's folder, or of the newest in output_dir."""
-    files = [Path(os.path.expanduser(path), "trainer_state.pt")]
-    if path == "latest":
-        folders = Path(os.path.expanduser(output_dir))
-        files = sorted(folders.glob("*/trainer_state.pt"), key=os.path.getmtime)
     try:
-        state = torch.load(files[-1], map_location="cpu")
-        return state | {"folder": files[-1].parent, "config": state["config"]}  # or KeyError
+        file = Path(os.path.expanduser(path), "trainer_state.pt")
+        if path == "latest":
+            file = adapters.latest_checkpoint(output_dir)
+        state = torch.load(file, map_location="cpu")
+        return state | {"folder": file.parent, "config": state["config"]}  # or KeyError
     except Exception as error:
         fail(f"--resume {path}: no folder with a whole trainer_state.pt ({error!r:.200})")
 
@@ -881,15 +880,14 @@ def open_folder(args: Args, resumed: dict | None):
         adapters.lock(jsonl)
         if resumed and load_checkpoint(folder, "")["iteration"] != resumed["iteration"]:
             fail(f"--resume {folder}: it was still on, and has a newer checkpoint now; once more")
-    except FileExistsError as error:
-        if not folder.is_dir():  # a file is in the way, or a link to nowhere
-            fail(f"--output-dir {args.output_dir}: {error}")
-        time.sleep(1)  # another start in this second
-        return open_folder(args, resumed)
     except BlockingIOError:
         fail(f"--resume {folder}: this run is still on")
     except OSError as error:
-        fail(f"--output-dir {args.output_dir}: {error}")
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            time.sleep(1)  # another start in this second
+            return open_folder(args, resumed)
+        flag = f"--resume {folder}" if resumed else f"--output-dir {args.output_dir}"
+        fail(f"{flag}: {error}")
     return folder, jsonl
 
 
@@ -939,6 +937,8 @@ class Run(contextlib.AbstractContextManager):
             return
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
         self.jsonl.truncate(size)  # the lines after it will come again
+        if self.exit_reason:  # of a run that is complete: what trained it stays there
+            return
         config = yaml.safe_dump(self.config, sort_keys=False)
         adapters.write_whole(self.folder / "config.yaml", config.encode())
         adapters.write_whole(self.folder / Path(__file__).name, Path(__file__).read_bytes())
@@ -1126,7 +1126,7 @@ def main(words: list[str]) -> int:
                 fail(f"--minibatch-size {args.minibatch_size}: more than a batch, {batch} steps")
             envs.reset()  # here, so that one that fails here (not in a worker) leaves no folder
             set_up_torch(args, envs, seed)  # after it: an environment may seed torch
-            with Run(args, envs, resumed) as run:
+            with adapters.full_disk(), Run(args, envs, resumed) as run:
                 train(args, envs, run)
     except RuntimeError as error:
         expected = pufferlib.APIUsageError, dist.DistError

@@ -142,6 +142,8 @@ def test_run_that_does_not_fit_is_refused_and_stays_as_it_is(refused, finished, 
         ("gae_lambda: 1.5", "--gae-lambda 1.5"),
         ("env: {nonsense: 3}", "nonsense"),
         ("gama: 0.9", "--gama --gamma"),
+        ("gamma: 0.9\nseed: 2\ngamma: 0.8", "gamma twice"),
+        ("config: configs/pong.yaml", "config: configs/pong.yaml"),
         ("update_epochs: many", "--update-epochs many"),
     ],
 )

@@ -286,6 +286,15 @@ def test_a_run_that_has_saved_since_it_was_read_is_not_set_back(tmp_path, capfd)
     assert (run / "metrics.jsonl").read_text() == before
 
 
+def test_a_run_that_is_complete_keeps_what_trained_it(tmp_path):
+    run = train_here(tmp_path, total_timesteps=64)
+    before = (run / "config.yaml").read_text()
+    (run / "ppo_lstm_puffer.py").write_text("# the one that trained")
+    train_here(tmp_path, ppo.load_checkpoint(run, ""), total_timesteps=64, learning_rate=0.5)
+    assert (run / "config.yaml").read_text() == before
+    assert (run / "ppo_lstm_puffer.py").read_text() == "# the one that trained"
+
+
 def test_a_forks_buffer_may_be_infinite(tmp_path, monkeypatch):
     def make_agent(*arguments, original=ppo.Agent):
         agent = original(*arguments)
@@ -529,7 +538,7 @@ def test_full_disk_ends_the_run_and_leaves_its_last_checkpoint_whole(
     filler.write_bytes(bytes(max(0, room - (2**18 if every == "1" else 2**16))))
     arguments = ["--resume", run, "--total-timesteps", total, "--checkpoint-interval", every]
     result = run_script(*arguments, cwd=tmp_path, timeout=100)
-    assert result.returncode == 1 and "No space left" in result.stderr
+    assert result.returncode == 1 and "error: [Errno 28] No space left" in result.stderr
     last = checkpoint(run)["iteration"]
     assert last > ITERATIONS if every == "1" else last == ITERATIONS
     filler.unlink()
@@ -599,12 +608,15 @@ def test_a_resumed_run_has_other_episodes_and_tensorboard_each_step_once(
     assert [event.step for event in scalars] == [64, 128, 192, 256]
 
 
-def test_latest_is_the_run_that_was_saved_last(tmp_path):
+def test_latest_is_the_run_that_was_saved_last(tmp_path, capfd):
     for time_, name in enumerate(("b", "a"), 1):
         (tmp_path / name).mkdir()
         torch.save({"config": {}}, tmp_path / name / "trainer_state.pt")
         os.utime(tmp_path / name / "trainer_state.pt", (time_, time_))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/config.yaml").touch()
     assert ppo.load_checkpoint("latest", str(tmp_path))["folder"].name == "a"
+    assert f"the latest run, {tmp_path / 'c'}, has no checkpoint" in capfd.readouterr().err
 
 
 def test_metrics_are_json_whatever_is_no_number(tmp_path, monkeypatch):

@@ -3,9 +3,11 @@
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
+import signal
 import sys
 
 import gymnasium as gym
@@ -212,6 +214,54 @@ def test_each_agent_plays_its_first_episodes(painted, played, monkeypatch):
     assert lengths["mean"] == pytest.approx((1 + 1 + 1 + 2 + 2 + 4 + 4) / 7)
 
 
+class Team(pufferlib.PufferEnv):
+    """In the place of one in C: agent 0 never comes, 1 and 2 play episodes of 3 and 6 steps."""
+
+    metadata = {"render_fps": 10}  # noqa: RUF012
+    made = []  # noqa: RUF012  how many each time
+
+    def __init__(self, num_envs=1, buf=None, seed=0):
+        self.single_observation_space = Painted.observation_space
+        self.single_action_space = Painted.action_space
+        self.num_agents = 3 * num_envs
+        self.made.append(num_envs)
+        super().__init__(buf)
+
+    def reset(self, seed=None):
+        self.t = 0
+        self.masks[::3] = False
+        return self.observations, []
+
+    def step(self, actions):
+        self.t += 1
+        self.terminals[1::3] = self.t % 3 == 0
+        self.terminals[2::3] = self.t % 6 == 0
+        return self.observations, self.rewards, self.terminals, self.truncations, []
+
+    def render(self):
+        return np.full((40, 60, 3), 40 * self.t, np.uint8)
+
+
+TEAM = [PAINTED[0], "--env-id", "test_tools:Team", *PAINTED[3:]]
+
+
+def test_each_agent_that_comes_plays_and_few_environments_are_made(painted, played):
+    assert played(*TEAM, "--episodes", 1)["episodic_length"]["mean"] == (3 + 6) / 2
+    assert played(*TEAM, "--episodes", 100, "--num-envs", 99)["episodes"] == 68
+    assert Team.made[-2:] == [99, 34]
+
+
+def test_gif_of_several_agents_goes_on_until_all_have_ended(painted, played):
+    assert played(*TEAM, "--gif", "team.gif")["episodes"] == 2
+    with Image.open("team.gif") as film:
+        assert film.n_frames == 6 and film.info["duration"] == 100
+
+
+def test_a_line_says_how_far_it_is_where_it_takes_long(painted, call, monkeypatch):
+    monkeypatch.setattr(play.adapters, "PATIENCE", 0)
+    assert "episodes: 0 of 5 after 0 steps, 0 s\n" in call(play, *PAINTED, "--episodes", 5)[2]
+
+
 def test_the_newest_run_may_be_below_the_home(run, played, monkeypatch):
     monkeypatch.setenv("HOME", str(run.parent.parent))
     assert played("latest", "--output-dir", "~/runs", "--episodes", 2)["episodes"] == 2
@@ -280,11 +330,11 @@ def test_an_agent_that_never_comes_is_not_waited_for(played, call, tmp_path):
     game = parallel_game.ParallelGame()
     weights_of(game.observation_space("a"), game.action_space("a"), tmp_path / "game.pt")
     words = ["game.pt", "--env-id", "tests.parallel_game", "--hidden-size", 8]
-    words += ["--env.absent", 1, "--num-envs", 1, "--max-steps", 30]
-    assert played(*words, "--episodes", 1)["episodes"] == 1  # the first agent's
+    words += ["--env.absent", 1, "--num-envs", 1]
+    assert played(*words, "--episodes", 1)["episodes"] == 2  # one of each that comes
     code, out, err = call(play, *words, "--episodes", 6)
     assert code == 0 and json.loads(out)["episodes"] == 4  # those of two agents
-    assert err.startswith("4 of 6 episodes: --max-steps 30")
+    assert err.startswith("4 of 6 episodes: an agent that did not come")
 
 
 def test_the_newest_checkpoint_and_copy_play_with_the_numbers_that_training_reads(run, tmp_path):
@@ -294,8 +344,8 @@ def test_the_newest_checkpoint_and_copy_play_with_the_numbers_that_training_read
     shutil.copy(older, copy / "model_best.pt")
     (copy / "a.py").write_text("raise SystemExit('of an older start')")
     os.utime(copy / "a.py", (0, 0))
-    with (copy / "config.yaml").open("a") as file:
-        file.write("env: {level: 010, size: 1e1}\n")
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("env: {}", "env: {level: 010, size: 1e1}"))
     trained = run_folder.Trained(play.Options(str(copy)), [])
     assert trained.path.name == "model_cartpole_000008.pt"
     assert trained.args.env == {"level": "010", "size": 10.0}
@@ -332,7 +382,15 @@ def screen(folder, rows: list[dict], tail: str = "") -> pathlib.Path:
     return folder
 
 
+def locked(run):
+    """Its metrics.jsonl, held as by a training process."""
+    file = (run / "metrics.jsonl").open("a")
+    pufferlib.adapters.lock(file)
+    return file
+
+
 ROW = {"step": 500, "iteration": 5, "time": 9.0, "sps": 50.0, "learning_rate": 0.01}
+TERMINAL = functools.partial(watch.Console, force_terminal=True, width=100)
 
 
 def test_watch_shows_the_end_of_a_finished_run_and_draws_it(run, call, tmp_path):
@@ -347,12 +405,53 @@ def test_watch_shows_the_end_of_a_finished_run_and_draws_it(run, call, tmp_path)
     assert "<svg" in shown and "entropy" in shown and "steps/s" in shown
 
 
-def test_watch_shows_a_run_that_is_on(tmp_path, call):
-    rows = [ROW | {"step": 100, "env/score": 3.0}, ROW | {"ranks/slowest": 1}]
+def test_watch_shows_a_run_that_is_on_on_this_host_or_another(tmp_path, call, monkeypatch):
+    rows = [ROW | {"step": 100, "env/score": 3.0}, ROW]
     run = screen(tmp_path / "half", rows, tail='{"step": 600, "iter')
-    code, out, _ = call(watch, run)  # stdout is no terminal: once
-    assert code == 0 and "500 of 1,000" in out and "0:00:10 left" in out and "slowest" in out
+    with locked(run):
+        code, out, _ = call(watch, run)  # stdout is no terminal: once
+    assert code == 0 and "500 of 1,000" in out and "0:00:10 left" in out
     assert "score: 3 to 3" in out, "the newest value, though its row is not the last"
+
+    assert "0:00:10 left" in call(watch, run)[1], "its lock may be another host's"
+
+    def no_locks(*_):
+        raise OSError
+
+    os.utime(run / "metrics.jsonl", (0, 0))
+    monkeypatch.setattr(watch.fcntl, "flock", no_locks)
+    assert "silent for" in call(watch, run)[1]
+
+
+@pytest.mark.parametrize("rows", [[], [ROW]])
+def test_watch_leaves_a_run_that_was_killed(tmp_path, call, monkeypatch, rows):
+    monkeypatch.setattr(watch, "Console", TERMINAL)
+    monkeypatch.setattr(watch.time, "sleep", None)  # it does not wait
+    run = screen(tmp_path / "dead", rows)
+    os.utime(run / "metrics.jsonl", (0, 0))
+    code, out, _ = call(watch, run)
+    assert code == 0 and "not running (killed?)" in out
+
+
+def test_watch_draws_what_is_finite(tmp_path, call):
+    rows = [ROW | {"env/score": score} for score in (math.nan, 0.0, 8.0, math.inf)]
+    out = call(watch, screen(tmp_path / "odd", rows))[1]
+    assert "score: 0 to 8" in out and "  █" in out
+
+
+@pytest.mark.parametrize("height", [24, 40])
+def test_watch_shows_the_losses_whatever_the_height(tmp_path, height):
+    run = screen(tmp_path / "small", [])
+    names = [f"name_of_some_length_{i}" for i in range(7)]
+    row = ROW | {f"{kind}/{name}": 0.5 for kind in ("env", "losses") for name in names}
+    row |= {"episodic_return": 0.5, "time/update": 0.5}
+    config = watch.read_config(run) | {"time_limit": math.inf}
+    console = watch.Console(width=80)
+    with console.capture() as shown:
+        console.print(watch.dashboard(config, [row], run, console, height))
+    shown = shown.get()
+    assert shown.count("\n") <= height and [name for name in names if shown.count(name) != 2] == []
+    assert "update" in shown if height == 40 else "no room for this machine, time" in shown
 
 
 def test_watch_shows_an_error_as_it_is(tmp_path, call):
@@ -370,9 +469,9 @@ def test_watch_follows_a_run_until_it_ends(tmp_path, call, monkeypatch):
             file.write(next(ends))
 
     monkeypatch.setattr(watch.time, "sleep", write)
-    terminal = functools.partial(watch.Console, force_terminal=True, width=100)
-    monkeypatch.setattr(watch, "Console", terminal)
-    code, out, _ = call(watch, run)
+    monkeypatch.setattr(watch, "Console", TERMINAL)
+    with locked(run):
+        code, out, _ = call(watch, run)
     assert code == 0 and next(ends, None) is None
     assert out.index("0:00:10 left") < out.index("time_limit") and "1,000 of 1,000" in out
 
@@ -513,11 +612,15 @@ def test_run_repeats_to_the_bit_and_a_changed_one_does_not(run, call, tmp_path, 
     started = start_script(run, cwd=tmp_path, small=False, script=ROOT / "tools/repeat.py")
     wait_for(lambda: psutil.Process(started.pid).children(), started)
     (child,) = psutil.Process(started.pid).children()
-    started.terminate()
+    words = wait_for(lambda: "--output-dir" in child.cmdline() and child.cmdline())
+    started.send_signal(signal.SIGHUP)  # a closed terminal
     started.communicate()
     assert not child.is_running()
+    assert not os.path.exists(words[words.index("--output-dir") + 1])
     ended = shutil.copytree(run, tmp_path / "ended")
     rows = [*rows[:2], rows[2] | {"step": 700}, {"step": 700, "exit_reason": "sigint"}]
     (ended / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     code, out, _ = call(repeat, ended)
     assert code == 0 and "2 of 2 rows are the same to the bit" in out
+    (ended / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[2:]))
+    assert "that of its end" in call(repeat, ended)[2]

@@ -18,8 +18,10 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from run_folder import Source, Trained, fail, main
 @dataclass
 class Options(Source):
     episodes: int = 100
-    """how many to play; each agent's first ones"""
+    """how many to play, each agent's first ones; with several agents in an environment, up to as many more"""
     max_steps: int = 27_000
     """an episode that comes so far is cut and counts as it stands: it may never end (the limit is Atari's)"""
     deterministic: bool = False
@@ -47,22 +49,35 @@ class Options(Source):
 
 @torch.no_grad()
 def play(
-    trained: Trained, options: Options, finished: list, film: "Film | None" = None, repeat: int = 1
+    trained: Trained,
+    options: Options,
+    finished: list,
+    num_envs: int = 1,
+    film: "Film | None" = None,
+    repeat: int = 1,
 ):
     """Appends (return, length, whether it was cut) of --episodes episodes to `finished`.
 
-    They are each agent's first ones: taking whatever ends first would favour short episodes. An
-    agent whose episode takes --max-steps plays no other. It acts at every `repeat`-th step.
+    They are each agent's first ones: taking whatever ends first would favour short episodes. The
+    environments share out rounds; in one each agent plays an episode. Once those that came have
+    played theirs, nobody waits for the others. An agent whose episode takes --max-steps plays no
+    other. It acts at every `repeat`-th step.
     """
     args = trained.args
     envs = trained.envs
     agent = trained.agent
     n = envs.num_agents
-    quota = options.episodes // n + (np.arange(n) < options.episodes % n)
+    num_envs = math.gcd(num_envs, n)
+    rounds = -(-options.episodes * num_envs // n)
+    quota = rounds // num_envs + (np.arange(num_envs) < rounds % num_envs)
+    quota = quota.repeat(n // num_envs)
     counts = np.zeros(n, int)
+    came = np.zeros(n, bool)
     idle = np.zeros(n)  # steps since the agent was last there
     h, c = torch.zeros((2, n, args.hidden_size), device=args.device)
     weight, bias = agent.lstm_weights()
+    began = time.monotonic()
+    patience = adapters.PATIENCE
     envs.reset()
     for t in itertools.count():
         _, observations, rewards, dones, _ = envs.receive()
@@ -76,13 +91,23 @@ def play(
         finished += zip(envs.returns[too_long].tolist(), lengths.tolist(), itertools.repeat(True))
         counts[too_long] = quota[too_long]
         idle = np.where(envs.ended, idle + 1, 0)
-        counts[idle / repeat > options.max_steps] = options.episodes  # it never comes
+        counts[idle / repeat > options.max_steps] = options.episodes  # it comes no more
+        came |= ~envs.ended
+        done = (counts >= quota).reshape(num_envs, -1)
+        awaited = came.reshape(num_envs, -1) & ~done
+        over = done.any(1) & ~awaited.any(1)
         # Some C environments log episodes without ever flagging an end.
         counted = () if envs.next_step_reset else envs.logs.get("n", ())
         logged = sum(count for count, _ in counted)
-        enough = (counts >= quota).all() or (not finished and logged >= options.episodes)
+        enough = over.all() or (not finished and logged >= options.episodes)
         if enough or (film and film.full):
             return
+        seconds = time.monotonic() - began
+        if seconds > patience:
+            played = len(finished) or round(logged)
+            text = f"episodes: {played} of {quota.sum()} after {t // repeat} steps"
+            print(f"{text}, {seconds:.0f} s", file=sys.stderr)
+            patience = 2 * seconds
         if film:
             film.add(observations[0], rewards.sum())
         if t % repeat == 0:
@@ -135,8 +160,8 @@ def run(options: Options, flags: list[str]) -> int:
         trained, finished, film, code = play_episodes(options, flags)
     if 0 < len(finished) < options.episodes and code == 0:
         fewer = f"{len(finished)} of {options.episodes} episodes"
-        why = "an agent that was cut, or did not come, by then plays no other"
-        print(f"{fewer}: --max-steps {options.max_steps}; {why}", file=sys.stderr)
+        why = f"an agent that did not come, or was cut at --max-steps {options.max_steps}"
+        print(f"{fewer}: {why}, plays no other", file=sys.stderr)
     cut = sum(was_cut for *_, was_cut in finished)
     if cut:
         text = f"{cut} of {len(finished)} episodes were cut at --max-steps {options.max_steps}"
@@ -176,6 +201,7 @@ def play_episodes(options: Options, flags: list[str]):
     trained = Trained(options, flags)
     film = None
     repeat = 1
+    num_envs = 1
     if options.gif:
         options.gif = os.path.abspath(options.gif)  # environments may change the folder
         options.episodes = 1
@@ -185,11 +211,18 @@ def play_episodes(options: Options, flags: list[str]):
         if failed:
             print(f"--render: perhaps no window: {failed}", file=sys.stderr)
     else:
-        trained.make(min(options.episodes, trained.args.num_envs))
+        num_envs = min(options.episodes, trained.args.num_envs)
+        trained.make(num_envs)
+        enough = -(-options.episodes * num_envs // trained.envs.num_agents)
+        if enough < num_envs and not trained.args.num_workers:  # several agents in each
+            num_envs = enough
+            trained.envs.close()
+            with contextlib.redirect_stderr(io.StringIO()):  # all has been said
+                trained.make(num_envs)
     finished = []
     code = 0
     try:
-        play(trained, options, finished, film, repeat)
+        play(trained, options, finished, num_envs, film, repeat)
     except KeyboardInterrupt:  # what was played counts
         code = 130
     trained.envs.close()
@@ -282,7 +315,7 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         return Film(np.copy, lambda frame: draw_breakout(frame, game), fps=60), game["frameskip"]
     failed = make_rendered(trained, "rgb_array")
     environment = trained.envs.vecenv.driver_env
-    if not isinstance(environment, adapters.AdaptedEnvs):  # C's render() would open a window
+    if hasattr(environment, "c_envs"):  # PufferLib's name; C's render() would open a window
         hint = "xvfb-run python tools/play.py RUN --render, and a screen recorder"
         fail(f"--gif {path}: {args.env_id} draws in a window only; use {hint}")
 
@@ -294,7 +327,10 @@ def make_film(trained: Trained, path: str) -> tuple[Film, int]:
         image.thumbnail((384, 384))  # hundreds of them are kept
         return image
 
-    metadata = getattr(environment.envs[0], "metadata", None) or {}
+    painter = environment
+    if isinstance(environment, adapters.AdaptedEnvs):
+        painter = environment.envs[0]
+    metadata = getattr(painter, "metadata", None) or {}
     return Film(shoot, lambda image: image, fps=metadata.get("render_fps") or 30), 1
 
 

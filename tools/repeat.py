@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from dataclasses import dataclass
 
 import tyro
@@ -53,40 +53,45 @@ def difference(before: dict, now: dict) -> str:
 
 
 def repeat(options: Options) -> int:
+    from pufferlib import adapters  # here: --help does without torch
+
     folder = find_run(options.run, options.output_dir, "metrics.jsonl")
     script = script_of(folder)
     rows = rows_of(folder)
-    if rows and read_rows(folder)[-1].get("exit_reason", "completed") != "completed":
-        rows.pop()  # logged where it was ended: one that goes on has no such row
     if not script or not rows:
         what = "logged row" if script else "copy of the script"
         fail(f"{folder}: no {what} here, so nothing to repeat")
+    if read_rows(folder)[-1].get("exit_reason", "completed") != "completed":
+        rows.pop()  # logged where it was ended: one that goes on has no such row
+    if not rows:
+        fail(f"{folder}: its only row may be that of its end, which a repeat does not have")
     last = math.inf if options.steps is None else options.steps
     before = [row for row in rows if row["step"] <= last] or rows[:1]
     # Modules of environments.
     paths = [os.getcwd(), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    with tempfile.TemporaryDirectory() as temporary:
+    # An exception of a handler in the midst of Popen would leave the child behind.
+    signals = []
+    with adapters.signals_kept(), tempfile.TemporaryDirectory() as temporary:
+        for signum in adapters.ENDING:
+            signal.signal(signum, lambda number, _: signals.append(number))
         words = [sys.executable, *shlex.split(options.launcher), str(script)]
         words += ["--config", f"{folder}/config.yaml", "--output-dir", temporary, "--no-track"]
         words += ["--time-limit", "inf"]  # it ends with the rows
-        # An exception of a handler in the midst of Popen would leave the child behind.
-        stop = threading.Event()
-        handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
         process = subprocess.Popen(words, env=environment, stdout=sys.stderr)
         try:
             ended = False
             differences = []
             while not ended and not any(differences) and len(differences) < len(before):
-                if stop.wait(0.2):
-                    sys.exit(128 + signal.SIGTERM)
+                time.sleep(0.2)
+                if signals:
+                    sys.exit(128 + signals[0])
                 ended = process.poll() is not None  # before its rows are read: these are all
                 now = [row for run in pathlib.Path(temporary).glob("*") for row in rows_of(run)]
                 differences = [difference(*pair) for pair in zip(before, now)]
         finally:
             process.terminate()
             process.wait()
-            signal.signal(signal.SIGTERM, handler)
     different = next(filter(None, differences), None)
     compared = differences.index(different) if different else len(differences)
     text = f"{folder}: {compared} of {len(before)} rows are the same to the bit"

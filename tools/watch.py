@@ -9,6 +9,7 @@ GPU are this machine's.
 """
 
 import contextlib
+import fcntl
 import io
 import itertools
 import math
@@ -41,6 +42,27 @@ class Options:
     """write it to this file, as a picture"""
     output_dir: str = "runs"
     """where latest looks"""
+
+
+LONG = 60.0  # seconds without a line
+
+
+def silence(folder: pathlib.Path) -> float:
+    """Seconds since its last line."""
+    return time.time() - (folder / "metrics.jsonl").stat().st_mtime
+
+
+def read(folder: pathlib.Path) -> list[dict]:
+    """What a run has logged. First comes that it is not running, where nobody has its lock.
+
+    Some file systems of clusters lock for one host alone: there it must be silent too.
+    """
+    first = []
+    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # OSError: it runs, or there are no locks
+        if silence(folder) > LONG:
+            first = [{"exit_reason": "not running (killed?)"}]
+    return first + read_rows(folder)  # read after it: a run says how it ended, then unlocks
 
 
 def plot(values: list[float], width: int, height: int) -> Text:
@@ -89,45 +111,31 @@ def state_of(config: dict, row: dict, folder: pathlib.Path) -> str:
     """Why it ended, or how long it goes on, and whether it has stopped to write."""
     if "exit_reason" in row:
         return row["exit_reason"]
-    if "sps" not in row:
+    if not row.get("sps", 0) > 0:  # nor NaN
         return "just begun"
-    left = max(config["total_timesteps"] - row["step"], 0) / max(row["sps"], 1e-9)
+    left = max(config["total_timesteps"] - row["step"], 0) / row["sps"]
     limit = config["time_limit"] - row["time"]
     if limit > 0:  # else it is counted from a resume
         left = min(left, limit)
-    silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    return f"{clock(left)} left" + (f", silent for {clock(silent)}" if silent > 60 else "")
+    silent = silence(folder)
+    return f"{clock(left)} left" + (f"\nsilent for {clock(silent)}" if silent > LONG else "")
 
 
-def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) -> Panel:
-    row = {key: value for one in rows for key, value in one.items()}  # the newest of each
-    titles = {
-        "title": Text(f"{config['exp_name']} · {config['env_id']}"),  # Text: no markup
-        "subtitle": Text(folder.name),
-    }
-    if "learning_rate" not in row:
-        return Panel(Text(row.get("exit_reason", "nothing logged yet")), **titles)
+def plots(rows: list[dict], score: str, width: int, height: int) -> list[Text]:
+    """The score so high, and steps per second in a line."""
+    parts = []
+    for name, lines in (score, height), ("sps", 1):
+        values = [one[name] for one in rows if math.isfinite(one.get(name, math.nan))]
+        if values:
+            label = name.removeprefix("env/").replace("sps", "steps/s")
+            label = f"{label}: {number(min(values))} to {number(max(values))}"
+            parts += [Text(label, style="bold cyan"), plot(values, width, lines)]
+    return parts
 
-    def of(prefix: str) -> dict:
-        return {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
 
-    total = config["total_timesteps"]
-    episodes = {key: row[key] for key in row if key.startswith("episodic")} | of("env/")
-    sections = {
-        "run": {
-            "steps": f"{row['step']:,} of {total:,.0f}",
-            "time": clock(row["time"]),
-            "state": state_of(config, row, folder),
-            "steps/s": row.get("sps", "none yet"),
-            "learning rate": row["learning_rate"],
-        },
-        "this machine": machine(),
-        "ranks": of("ranks/"),
-        "time": {name: f"{100 * share:.0f} %" for name, share in of("time/").items()},
-        "episodes": dict(itertools.islice(episodes.items(), 12)),
-        "losses": of("losses/"),
-    }
-    tables = []
+def tables(sections: dict[str, dict]) -> Group:
+    """One below the other."""
+    parts = []
     for name, values in sections.items():
         if not values:
             continue
@@ -135,17 +143,50 @@ def dashboard(config: dict, rows: list[dict], folder: pathlib.Path, width: int) 
         table.add_row(f"[bold cyan]{name}")
         for key, value in values.items():
             table.add_row(Text(key), Text(number(value)))  # no markup
-        tables.append(table)
+        parts.append(table)
+    return Group(*parts)
+
+
+def dashboard(
+    config: dict, rows: list[dict], folder: pathlib.Path, console: Console, height: float = math.inf
+) -> Panel:
+    """In at most `height` lines: with a smaller plot, or without its last column, if need be."""
+    row = {key: value for one in rows for key, value in one.items()}  # the newest of each
+    title = f"{config['exp_name']} · {config['env_id']}"
+    subtitle = Text(folder.name)  # Text: no markup
+    if "learning_rate" not in row:
+        reason = Text(row.get("exit_reason", "nothing logged yet"))
+        return Panel(reason, title=Text(title), subtitle=subtitle)
+
+    def of(prefix: str) -> dict:
+        return {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
+
+    total = config["total_timesteps"]
+    episodes = {key: row[key] for key in row if key.startswith("episodic")} | of("env/")
+    run = {
+        "steps": f"{row['step']:,} of {total:,.0f}",
+        "time": clock(row["time"]),
+        "state": state_of(config, row, folder),
+        "steps/s": row.get("sps", "none yet"),
+        "learning rate": row["learning_rate"],
+    }
+    shares = {name: f"{100 * share:.0f} %" for name, share in of("time/").items()}
+    columns = [
+        tables({"run": run, "losses": of("losses/")}),
+        tables({"episodes": dict(itertools.islice(episodes.items(), 12))}),
+        tables({"this machine": machine(), "time": shares}),
+    ]
     # Padded: alone, a bar ends no line.
-    parts = [Padding(ProgressBar(total=total, completed=min(row["step"], total)), 0)]
+    bar = Padding(ProgressBar(total=total, completed=min(row["step"], total)), 0)
     score = "env/score" if "env/score" in row else "episodic_return"
-    for name, height in (score, 4), ("sps", 1):
-        values = [one[name] for one in rows if name in one]
-        if values:
-            label = name.removeprefix("env/").replace("sps", "steps/s")
-            label = f"{label}: {number(min(values))} to {number(max(values))}"
-            parts += [Text(label, style="bold cyan"), plot(values, width - 4, height)]
-    return Panel(Group(*parts, Columns(tables, padding=(0, 2))), **titles)
+    for shown, plot_height in (3, 4), (3, 1), (2, 4), (2, 1):
+        drawn = plots(rows, score, console.width - 4, plot_height)
+        parts = Group(bar, *drawn, Columns(columns[:shown], padding=(0, 2)))
+        left_out = " · no room for this machine, time" if shown == 2 else ""
+        panel = Panel(parts, title=Text(title + left_out), subtitle=subtitle)
+        if len(console.render_lines(panel)) <= height:
+            break
+    return panel
 
 
 def watch(options: Options) -> int:
@@ -159,7 +200,7 @@ def watch(options: Options) -> int:
     console = Console()
     if options.svg:
         console = Console(record=True, width=112, file=io.StringIO())
-        console.print(dashboard(config, read_rows(folder), folder, console.width))
+        console.print(dashboard(config, read(folder), folder, console))
         try:
             console.save_svg(options.svg, title=f"tools/watch.py {folder.name}")
         except OSError as error:
@@ -168,13 +209,15 @@ def watch(options: Options) -> int:
     if options.once or not console.is_terminal:
         if not console.is_terminal:
             console = Console(width=100)
-        console.print(dashboard(config, read_rows(folder), folder, console.width))
+        console.print(dashboard(config, read(folder), folder, console))
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            rows = read_rows(folder)
-            live.update(dashboard(config, rows, folder, console.width), refresh=True)
-            if rows and "exit_reason" in rows[-1]:
+            rows = read(folder)
+            ended = any("exit_reason" in row for row in rows)
+            height = math.inf if ended else console.height  # the last frame may scroll
+            live.update(dashboard(config, rows, folder, console, height), refresh=True)
+            if ended:
                 break
             time.sleep(1)
     return 0
