@@ -98,11 +98,16 @@ def end_at_signals():
 os.register_at_fork(after_in_child=end_at_signals)
 
 
-def tell_of_size(observations, say: Callable):
-    """Says how many bytes a batch of them takes, from half a GB on."""
+def tell_of_observations(observations, agent, say: Callable):
+    """How many bytes a batch of them takes, from half a GB on, and whether the first are large."""
     gigabytes = observations.nbytes / 1e9
     if gigabytes > 0.5:
         say(f"a batch of observations takes {gigabytes:.1f} GB (--num-envs x --num-steps)")
+    first = observations[0]
+    if first.is_floating_point() and agent.observation_norm is None:
+        largest = first.abs().max().item()
+        if largest > 100:
+            say(f"observations of up to {largest:.4g}: --norm-obs brings them near 1")
 
 
 def tell_of_clipping(rewards, say: Callable):
@@ -567,7 +572,7 @@ class NotFinite(APIUsageError):
     """An observation, a reward or a loss is NaN or infinite."""
 
 
-LONG = 10_000  # steps in which an episode should have ended
+LONG = 2_000  # steps of each in which an episode should have ended
 COPIES = 8  # whose episodes should not begin alike
 PATIENCE = 3.0  # seconds until there is a word
 
@@ -714,7 +719,8 @@ class AdaptedEnvs(pufferlib.PufferEnv):
         self.any_ended = self.any_ended or bool((self.terminals | self.truncations).any())
         if self.steps == LONG and not self.any_ended and self.is_first():
             limit = "a limit ends one (of Gymnasium's: --env.max_episode_steps 1000)"
-            say(f"no episode has ended in {LONG} steps, so there is no return to log; {limit}")
+            each = f"in {LONG} steps of each environment"
+            say(f"no episode has ended {each}, so there is no return to log; {limit}")
         infos = [info for info in infos if info]
         return self.observations, self.rewards, self.terminals, self.truncations, infos
 
@@ -910,6 +916,8 @@ class PettingZooEnvs(AdaptedEnvs):
 
     def agents_now(self, env) -> list:
         """None, once all are gone, is no agents."""
+        if not hasattr(env, "agents"):
+            raise APIUsageError("after its reset it has no list of agents, env.agents")
         agents = [] if env.agents is None else list(env.agents)
         possible = {*self.agents}
         for agent in agents:
@@ -1119,6 +1127,14 @@ def parameters_of(function: Callable) -> Mapping | None:
         return None
 
 
+def takes(function: Callable, name: str) -> bool:
+    """Whether it has an argument of this name, or any."""
+    parameters = parameters_of(function)
+    if parameters is None or name in parameters:
+        return True
+    return any(one.kind == one.VAR_KEYWORD for one in parameters.values())
+
+
 def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tuple = ()):
     """Of the environment: those of its function, some that gym.make takes, some that are ours."""
     parameters = parameters_of(function)
@@ -1195,6 +1211,11 @@ def checked(own: type) -> type:
     class Checked(own):
         def __init__(self, *args, buf=None, **kwargs):
             super().__init__(*args, buf=buf, **copy.deepcopy(kwargs))  # each has its own
+            with refusals():
+                rows = self.num_agents if buf is None else len(buf["rewards"])
+                if rows != self.num_agents:
+                    both = f"{rows}, {self.num_agents}"
+                    raise APIUsageError(f"its copies have different num_agents: {both}")
 
         def reset(self, seed: int | None = None, **options):  # options: in calls of its own
             with refusals(), torch_kept():
@@ -1278,6 +1299,11 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
         raise APIUsageError(f"there is no module {module}, neither installed nor in this folder")
     own = getattr(registers, gym_id, None)
     if inspect.isclass(own) and issubclass(own, pufferlib.PufferEnv):  # of one's own, in C
+        missing = [name for name in ("buf", "seed") if not takes(own, name)]
+        if missing:
+            raise APIUsageError(
+                f"its __init__ should take {' and '.join(missing)}: buf=None, seed=0"
+            )
         check_arguments(kwargs, own, less=("num_envs", "buf", "seed"))
         return partial(checked(own), **kwargs)
     if not module and env_id not in gym.registry and "/" not in env_id:

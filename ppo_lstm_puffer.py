@@ -468,7 +468,6 @@ def train(args: Args, envs: "Envs", run: "Run"):
     space = envs.observation_space
     obs_dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=obs_dtype)
-    adapters.tell_of_size(observations, say)
     action_dtype = torch.float32 if agent.continuous else torch.int64
     actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=action_dtype)
     # What arrives with o_t is one tensor, so that receive() copies once; these are views of it.
@@ -531,6 +530,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
         return torch.cat((grad_norm[None], means))
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # act together: all agents, or halves
+    adapters.tell_of_observations(observations, agent, say)
     if args.cuda_graphs and args.device == "cuda":
         act_at = CudaGraphs(act_at)
         update = CudaGraphs(update)

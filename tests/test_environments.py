@@ -579,6 +579,26 @@ def test_an_agent_that_comes_back_after_its_end_begins_anew_and_one_that_waited_
     envs.close()
 
 
+class Uneven(Own):
+    def __init__(self, buf=None, seed=0):
+        super().__init__(buf, seed)
+        self.num_agents = 1 if buf is None else 2
+
+
+class Seedless(Own):
+    def __init__(self, buf=None):
+        super().__init__(buf)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("Uneven", "different num_agents: 1, 2"), ("Seedless", "should take seed: buf=None, seed=0")],
+)
+def test_a_pufferenv_of_ones_own_that_cannot_be_copied_is_refused(name, named):
+    with pytest.raises(pufferlib.APIUsageError, match=named):
+        adapters.make(f"tests.test_environments:{name}", {}, 2, 0, 1)
+
+
 def test_copies_of_a_pufferenv_share_no_argument():
     vecenv = adapters.make("tests.test_environments:Takes", {"levels": [1, 2]}, 3, 0, 1)
     assert [env.level for env in vecenv.envs] == [2, 2, 2]
@@ -1132,6 +1152,17 @@ def test_agents_come_and_go(script, how, agent, expected, lengths, capfd):
     unsaid = script[0][1] == "" and "first" not in how
     plays_on = script[:2] == [("ab", "a"), ("ab", "")]
     assert capfd.readouterr().err.count("warning") == unsaid + plays_on
+
+
+def test_a_game_without_a_list_of_agents_is_named():
+    class Unlisted(Played):
+        def reset(self, seed=None, options=None):
+            result = super().reset()
+            del self.agents
+            return result
+
+    with pytest.raises(pufferlib.APIUsageError, match="no list of agents"):
+        adapters.PettingZooEnvs(lambda: Unlisted(DIES)).reset()
 
 
 def test_an_end_that_is_not_said_is_an_end(monkeypatch, capfd):
