@@ -346,7 +346,7 @@ def fit_norm(norm: nn.BatchNorm1d, x: torch.Tensor):
     change = x.mean(0) - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(x.var(0, correction=0) + (1 - share) * change**2, share)
-    norm.running_var.clamp_(min=1e-12 * norm.running_mean**2)  # float32 has no more digits
+    norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # else its rounding would be seen
 
 
 def ppo_loss(agent, hidden, actions, old_logprobs, minibatch, args):

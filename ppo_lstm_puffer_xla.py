@@ -686,7 +686,7 @@ def fit_norm(norm: nn.BatchNorm1d, x: torch.Tensor, counted: torch.Tensor):
     change = mean - norm.running_mean
     norm.running_mean += share * change
     norm.running_var.lerp_(variance + (1 - share) * change**2, share)
-    norm.running_var.clamp_(min=1e-12 * norm.running_mean**2)  # float32 has no more digits
+    norm.running_var.clamp_(min=1e-10 * norm.running_mean**2)  # else its rounding would be seen
 
 
 class Envs:

@@ -157,8 +157,9 @@ def test_configuration_may_be_written_as_people_write_it(tmp_path):
     text = "learning_rate: 1e-3\ntotal-timesteps: 2e4\nenv: {frameskip: 2, since: 2021-03-04}\n"
     (tmp_path / "given.yaml").write_text(f"{text}time_limit: null\n")
     flags = ["--env.num_balls", "2", "--env.num-balls=3", "--num_envs=64", "--env.frameskip", "5"]
+    flags.append("--total-timesteps=30_000")
     args, _ = ppo.parse_args(["--config", str(tmp_path / "given.yaml"), *flags])
-    assert (args.learning_rate, args.total_timesteps, args.num_envs) == (1e-3, 20_000, 64)
+    assert (args.learning_rate, args.total_timesteps, args.num_envs) == (1e-3, 30_000, 64)
     assert args.env == {"frameskip": 5, "num_balls": 3, "since": "2021-03-04"}
     (tmp_path / "given.yaml").write_text("# nothing yet\n")
     assert ppo.parse_args(["--config", str(tmp_path / "given.yaml")])[0].seed == 1

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pathlib
-import shlex
 import shutil
 import signal
 import subprocess
@@ -16,16 +15,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import (
-    SCRIPT,
-    SMALL,
-    environment,
-    run_script,
-    start_script,
-    succeed,
-    train_here,
-    wait_for,
-)
+from conftest import SCRIPT, run_script, start_script, succeed, train_here, wait_for
 from reading import alive, checkpoint, end_of, newest_run, read_metrics, without_clock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
@@ -135,20 +125,6 @@ def test_a_seed_gives_the_same_to_the_bit_with_worker_processes_and_another_does
     for number, seed in enumerate((1, 1, 2)):
         rows.append(without_clock(train_here(tmp_path / str(number), seed=seed, **sizes)))
     assert rows[0] == rows[1] != rows[2]
-
-
-def test_command_line_beats_config_and_env_arguments_reach_the_environment(finished, tmp_path):
-    path = finished.run / "config.yaml"
-    flags = ["--gamma", "0.9", "--env.frameskip", "8"]
-    run = succeed("--config", path, *flags, cwd=tmp_path, small=False)
-    before = yaml.safe_load(path.read_text())
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config == before | {"gamma": 0.9, "env": {"frameskip": 8}}
-    lengths = []
-    for folder in run, finished.run:
-        rows = read_metrics(folder)
-        lengths.append(next(row["episodic_length"] for row in rows if "episodic_length" in row))
-    assert lengths[0] < lengths[1]  # 8 frames a step, not 4: the ball falls in fewer steps
 
 
 # I6: resuming.
@@ -559,24 +535,6 @@ def test_wandb_offline_is_one_run_after_a_resume_too(tmp_path):
     names = [path.parent.name for path in run.glob("wandb/offline-run-*/*.wandb")]
     assert len(names) == 2
     assert len({name.split("-", maxsplit=3)[3] for name in names}) == 1
-
-
-def test_control_c_under_tee_writes_a_checkpoint(tmp_path):
-    """A terminal sends it to `tee` too, which ends first."""
-    command = shlex.join([sys.executable, str(SCRIPT), *SMALL, *LONG])
-    words = ["bash", "-c", f"{command} 2>&1 | tee log.txt"]
-    options = {"stdout": subprocess.DEVNULL, "start_new_session": True}
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal
-    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), **options)
-    log = tmp_path / "log.txt"
-    wait_for(lambda: logged(tmp_path) >= 3 and log.read_text().count("step=") >= 2, process)
-    children = children_of(process)
-    os.killpg(process.pid, signal.SIGINT)
-    process.wait(60)
-    assert len(children) >= 2 and not alive(children, within=60)
-    run = newest_run(tmp_path)
-    assert end_of(run)["exit_reason"] == "sigint"
-    assert checkpoint(run)["step"] == end_of(run)["step"] > 0
 
 
 # In this process
