@@ -411,7 +411,7 @@ LOSSES = ["grad_norm", "policy_loss", "value_loss", "entropy", "approx_kl", "cli
 COMPILED = ["act", "lstm_forward", "draw_minibatch", "ppo_loss"]  # by `set_up_torch`; add yours
 
 
-# ALGO LOGIC: Muon ---------------------------------------------------------------------------------
+# ALGO LOGIC: Muon, the environments, training -----------------------------------------------------
 
 
 def newton_schulz(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -472,7 +472,92 @@ def make_optimizers(agent: Agent, args: Args) -> list[torch.optim.Optimizer]:
     return [muon, adam(rest, lr=torch.tensor(args.adam_learning_rate, device=device))]
 
 
-def train(args: Args, envs: "Envs", run: "Run"):
+class Envs:
+    """PufferLib's vectorized environments: receive(), then send() actions."""
+
+    def __init__(self, vecenv, seed: int):
+        self.vecenv = vecenv
+        self.reset = partial(vecenv.async_reset, seed)
+        self.close = vecenv.close
+        self.num_agents = vecenv.num_agents
+        self.num_groups = self.num_agents // getattr(vecenv, "agents_per_batch", self.num_agents)
+        self.observation_space = vecenv.single_observation_space
+        self.action_space = vecenv.single_action_space
+        self.next_step_reset = isinstance(vecenv.driver_env, adapters.AdaptedEnvs)
+        self.ended = np.ones(self.num_agents, bool)  # the next observation begins an episode
+        self.returns = np.zeros(self.num_agents)
+        self.lengths = np.zeros(self.num_agents, int)
+        self.episodes = []  # (agent, return, length) of each that finished
+        self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
+        self.seconds = 0.0  # spent in them
+
+    def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
+
+        dones: 1 where the state is zeroed before this observation and its value bootstraps nothing.
+        valid: 0 where an agent is away, or its episode over. Gymnasium's and PettingZoo's show its
+        last observation (valid 0, dones 1 if terminated). C's do not: any end is a termination.
+        """
+        began = time.perf_counter()
+        observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
+        self.seconds += time.perf_counter() - began
+        agents = slice(int(ids[0]), int(ids[-1]) + 1)
+        ended = terminals | truncations
+        acted = ~self.ended[agents]  # not where the environment has just been reset
+        self.returns[agents] += rewards * acted
+        self.lengths[agents] += acted
+        over = np.flatnonzero(ended & acted) + agents.start
+        self.episodes += zip(over, self.returns[over], self.lengths[over])
+        self.returns[over] = 0
+        self.lengths[over] = 0
+        if self.next_step_reset:
+            dones = self.ended[agents] | terminals
+            valid = mask & ~ended
+            self.ended[agents] = ended | ~mask  # an agent that was gone begins anew
+        else:
+            dones = self.ended[agents] | ended
+            self.ended[agents] = dones & ~mask  # until an agent that ended is there again
+            valid = ~self.ended[agents]  # one that waits is not away: what comes is its own
+        for info in infos:
+            weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
+            for key, value in adapters.numbers_in(info):
+                self.logs[key].append((value, weight))
+        return agents, observations, rewards, np.float32(dones), np.float32(valid)
+
+    def send(self, actions: np.ndarray):
+        """Actions (n, actions), as the agent chose them; a Gaussian's are clipped to their Box."""
+        space = self.action_space
+        actions = actions.reshape(-1, *space.shape)
+        if isinstance(space, gym.spaces.Box):
+            actions = actions.clip(space.low, space.high).astype(space.dtype)
+        began = time.perf_counter()
+        self.vecenv.send(actions)
+        self.seconds += time.perf_counter() - began
+
+    def means(self) -> dict[str, float]:
+        """Of all ranks' episodes that finished since the last call, and of what they logged."""
+        ranks = [None] * WORLD_SIZE
+        dist.gather_object((self.episodes, self.logs), ranks if RANK == 0 else None)
+        for episodes, logs in filter(None, ranks[1:]):
+            self.episodes += episodes
+            for key, pairs in logs.items():
+                self.logs[key] += pairs
+        means = {}
+        if self.episodes:
+            _, returns, lengths = zip(*self.episodes)
+            means["episodic_return"] = np.mean(returns)
+            means["episodic_return_min"] = min(returns)
+            means["episodic_return_max"] = max(returns)
+            means["episodic_length"] = np.mean(lengths)
+        for key, pairs in self.logs.items():
+            values, weights = np.array(pairs, float).T
+            means[f"env/{key}"] = np.average(values, weights=weights + 1e-9)
+        self.episodes.clear()
+        self.logs.clear()
+        return means
+
+
+def train(args: Args, envs: Envs, run: "Run"):
     """From `envs.reset()` on, until --total-timesteps, --time-limit or a signal."""
     device = torch.device(args.device)
     T = args.num_steps
@@ -631,7 +716,7 @@ def train(args: Args, envs: "Envs", run: "Run"):
 
 
 # ==================================================================================================
-# PLUMBING: not needed to understand the algorithm, but for `Envs.receive` (dones and valid).
+# PLUMBING: not needed to understand the algorithm.
 
 
 def say(text: str, file=None):
@@ -647,7 +732,7 @@ def fail(message: str):
     sys.exit(2)
 
 
-def set_up_torch(args: Args, envs: "Envs", seed: int):
+def set_up_torch(args: Args, envs: Envs, seed: int):
     """Seed, threads, memory, what is compiled, a GPU's stream. Before the first weights."""
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
@@ -705,91 +790,6 @@ class CudaGraphs:
                 self.results[key] = self.function(*which)
         self.graphs[key].replay()
         return self.results[key]
-
-
-class Envs:
-    """PufferLib's vectorized environments: receive(), then send() actions."""
-
-    def __init__(self, vecenv, seed: int):
-        self.vecenv = vecenv
-        self.reset = partial(vecenv.async_reset, seed)
-        self.close = vecenv.close
-        self.num_agents = vecenv.num_agents
-        self.num_groups = self.num_agents // getattr(vecenv, "agents_per_batch", self.num_agents)
-        self.observation_space = vecenv.single_observation_space
-        self.action_space = vecenv.single_action_space
-        self.next_step_reset = isinstance(vecenv.driver_env, adapters.AdaptedEnvs)
-        self.ended = np.ones(self.num_agents, bool)  # the next observation begins an episode
-        self.returns = np.zeros(self.num_agents)
-        self.lengths = np.zeros(self.num_agents, int)
-        self.episodes = []  # (agent, return, length) of each that finished
-        self.logs = defaultdict(list)  # what environments log, or you: (value, weight), to env/...
-        self.seconds = 0.0  # spent in them
-
-    def receive(self) -> tuple[slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Which agents, their observations (n, *obs), raw rewards, dones and valid (n) float32.
-
-        dones: 1 where the state is zeroed before this observation and its value bootstraps nothing.
-        valid: 0 where an agent is away, or its episode over. Gymnasium's and PettingZoo's show its
-        last observation (valid 0, dones 1 if terminated). C's do not: any end is a termination.
-        """
-        began = time.perf_counter()
-        observations, rewards, terminals, truncations, infos, ids, mask = self.vecenv.recv()
-        self.seconds += time.perf_counter() - began
-        agents = slice(int(ids[0]), int(ids[-1]) + 1)
-        ended = terminals | truncations
-        acted = ~self.ended[agents]  # not where the environment has just been reset
-        self.returns[agents] += rewards * acted
-        self.lengths[agents] += acted
-        over = np.flatnonzero(ended & acted) + agents.start
-        self.episodes += zip(over, self.returns[over], self.lengths[over])
-        self.returns[over] = 0
-        self.lengths[over] = 0
-        if self.next_step_reset:
-            dones = self.ended[agents] | terminals
-            valid = mask & ~ended
-            self.ended[agents] = ended | ~mask  # an agent that was gone begins anew
-        else:
-            dones = self.ended[agents] | ended
-            self.ended[agents] = dones & ~mask  # until an agent that ended is there again
-            valid = ~self.ended[agents]  # one that waits is not away: what comes is its own
-        for info in infos:
-            weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
-            for key, value in adapters.numbers_in(info):
-                self.logs[key].append((value, weight))
-        return agents, observations, rewards, np.float32(dones), np.float32(valid)
-
-    def send(self, actions: np.ndarray):
-        """Actions (n, actions), as the agent chose them; a Gaussian's are clipped to their Box."""
-        space = self.action_space
-        actions = actions.reshape(-1, *space.shape)
-        if isinstance(space, gym.spaces.Box):
-            actions = actions.clip(space.low, space.high).astype(space.dtype)
-        began = time.perf_counter()
-        self.vecenv.send(actions)
-        self.seconds += time.perf_counter() - began
-
-    def means(self) -> dict[str, float]:
-        """Of all ranks' episodes that finished since the last call, and of what they logged."""
-        ranks = [None] * WORLD_SIZE
-        dist.gather_object((self.episodes, self.logs), ranks if RANK == 0 else None)
-        for episodes, logs in filter(None, ranks[1:]):
-            self.episodes += episodes
-            for key, pairs in logs.items():
-                self.logs[key] += pairs
-        means = {}
-        if self.episodes:
-            _, returns, lengths = zip(*self.episodes)
-            means["episodic_return"] = np.mean(returns)
-            means["episodic_return_min"] = min(returns)
-            means["episodic_return_max"] = max(returns)
-            means["episodic_length"] = np.mean(lengths)
-        for key, pairs in self.logs.items():
-            values, weights = np.array(pairs, float).T
-            means[f"env/{key}"] = np.average(values, weights=weights + 1e-9)
-        self.episodes.clear()
-        self.logs.clear()
-        return means
 
 
 def make_envs(args: Args, seed: int, num_envs: int | None = None) -> Envs:
@@ -1130,7 +1130,7 @@ def main(words: list[str]) -> int:
                 train(args, envs, run)
     except RuntimeError as error:
         expected = pufferlib.APIUsageError, dist.DistError
-        if not isinstance(error, expected) and "gloo" not in str(error):  # which has no class
+        if not isinstance(error, expected) and "/gloo/" not in str(error):  # which has no class
             raise
         say(f"error: rank {RANK}: {error}")
         return 1

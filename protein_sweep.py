@@ -407,7 +407,7 @@ class Sweep:
         """Trials until there are enough, then the best again. Returns the exit code."""
         for signum in adapters.ENDING:
             signal.signal(signum, lambda number, _: self.stopping.append(number))
-        say(f"{self.folder}: {len(self.trials())} of {self.target} trials")
+        say(f"{self.folder}: {len(self.trials())} of {self.target} trials; logs are in its trials/")
         options = {"n_jobs": self.args.workers, "catch": InterruptedError}
         options |= {"callbacks": [self.after_trial]}
         while not self.stopping:
