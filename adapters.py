@@ -98,14 +98,17 @@ def end_at_signals():
 os.register_at_fork(after_in_child=end_at_signals)
 
 
-def tell_of_observations(observations, agent, say: Callable):
-    """How many bytes a batch of them takes, from half a GB on, and whether the first are large."""
+def tell_of_size(observations, say: Callable):
+    """Says how many bytes a batch of them takes, from half a GB on."""
     gigabytes = observations.nbytes / 1e9
     if gigabytes > 0.5:
         say(f"a batch of observations takes {gigabytes:.1f} GB (--num-envs x --num-steps)")
-    first = observations[0]
-    if first.is_floating_point() and agent.observation_norm is None:
-        largest = first.abs().max().item()
+
+
+def tell_of_scale(observations, agent, say: Callable):
+    """That they are large numbers, which nothing brings near 1."""
+    if observations.is_floating_point() and getattr(agent, "observation_norm", None) is None:
+        largest = observations.abs().max().item()
         if largest > 100:
             say(f"observations of up to {largest:.4g}: --norm-obs brings them near 1")
 
@@ -1016,13 +1019,6 @@ class PettingZooEnvs(AdaptedEnvs):
 class Loader(yaml.SafeLoader):
     """YAML as people write it: 1e-3 is a number; a date and 16:9 are the texts that they are."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:  # YAML would take the last
-                raise yaml.YAMLError(f"{key} is there twice")
-        return super().construct_mapping(node, deep)
-
 
 FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
@@ -1056,11 +1052,17 @@ def format_value(value) -> str:
 
 def read_arguments(path: str) -> dict:
     """Those of a YAML file, by their names. Raises OSError, yaml.YAMLError, ValueError."""
-    content = yaml.load(pathlib.Path(os.path.expanduser(path)).read_text(), Loader)
+    text = pathlib.Path(os.path.expanduser(path)).read_text()
+    content = yaml.load(text, Loader)
     if not isinstance(content, dict | None):
         kind = type(content).__name__
         raise ValueError(f"it holds a {kind}, where lines of argument: value should be")
     arguments = {str(key).replace("-", "_"): value for key, value in (content or {}).items()}
+    lines = yaml.compose(text, Loader).value if arguments else []
+    names = [key.value.replace("-", "_") for key, _ in lines]
+    for name in arguments:
+        if names.count(name) > 1:  # YAML would take the last
+            raise ValueError(f"{name} is there twice")
     if isinstance(arguments.get("config"), str):
         raise ValueError(f"it names another, config: {arguments['config']}; one file is read")
     return arguments
@@ -1224,7 +1226,7 @@ def checked(own: type) -> type:
             return observations, list_of(infos)
 
         def step(self, actions: np.ndarray):
-            with refusals(), torch_kept():
+            with refusals():
                 result = super().step(np.array(actions))  # a copy: it may keep or change it
                 *given, infos = parts(result, *STEP)
                 check_buffers(self, *given)

@@ -270,8 +270,8 @@ def compute_advantages(values, rewards, dones, valid, ratio, args):
 
     values, dones (T + 1, N): index T is the observation after the segment, its value the
     bootstrap. dones[t + 1] = 1: v_{t+1} is not bootstrapped from, and the sum starts anew.
-    rewards, valid, ratio (T, N). valid[t] = 0, and A_t: the agent is away, or o_t is its episode's
-    last (C environments show none); there dones is 1 if it terminated, 0 if it was truncated.
+    rewards, valid, ratio (T, N). valid[t] is 0, and so A_t, where the agent is away or o_t its
+    episode's last (C environments show none): dones is 1 if it terminated, 0 if it was truncated.
     ratio: pi(a_t) of the segment's last draw by that of acting. With ratio 1, and clips of 1 or
     more, this is GAE; with lambda 1, A + v are V-trace's targets. Returns (T, N).
     """
@@ -315,7 +315,7 @@ class Minibatch(NamedTuple):
     advantages: torch.Tensor  # (T, B), normalized
     returns: torch.Tensor  # (T, B), the value's target
     values: torch.Tensor  # (T, B), of their last draw, or of the rollout: clipped around
-    weight: torch.Tensor  # (T, B), of a step in each term of the loss; 0 where it was ignored
+    weight: torch.Tensor  # (T, B), of a step in each term of the loss; 0 where valid is 0
 
 
 def draw_minibatch(values, rewards, dones, valid, ratio, uniform, beta, args):
@@ -546,6 +546,7 @@ def train(args: Args, envs: Envs, run: "Run"):
     space = envs.observation_space
     obs_dtype = torch.as_tensor(np.zeros(1, space.dtype)).dtype
     observations = zeros(T + 1, N, *space.shape, dtype=obs_dtype)
+    adapters.tell_of_size(observations, say)
     action_dtype = torch.float32 if agent.continuous else torch.int64
     actions = zeros(T, N, math.prod(envs.action_space.shape), dtype=action_dtype)
     # What arrives with o_t is one tensor, so that receive() copies once; these are views of it.
@@ -608,7 +609,7 @@ def train(args: Args, envs: Envs, run: "Run"):
         return torch.cat((grad_norm[None], means))
 
     groups = [receive(0) for _ in range(envs.num_groups)]  # act together: all agents, or halves
-    adapters.tell_of_observations(observations, agent, say)
+    adapters.tell_of_scale(observations[0], agent, say)
     if args.cuda_graphs and args.device == "cuda":
         act_at = CudaGraphs(act_at)
         update = CudaGraphs(update)
@@ -829,7 +830,7 @@ class Run(contextlib.AbstractContextManager):
             fail(f"--resume {self.folder}: {hint} {error!r:.200}")
         size = min(self.jsonl.tell(), self.resumed["metrics_size"])  # it may be a new file
         self.jsonl.truncate(size)  # the lines after it will come again
-        if self.exit_reason:  # of a run that is complete: what trained it stays there
+        if self.step >= self.args.total_timesteps:  # complete: what trained it stays there
             return
         config = yaml.safe_dump(self.config, sort_keys=False)
         adapters.write_whole(self.folder / "config.yaml", config.encode())

@@ -88,7 +88,7 @@ SPACE = """
 # {distribution, min, max}:
 #   uniform, int_uniform   evenly between min and max
 #   uniform_pow2           powers of two between min and max, evenly in their exponent
-#   log_normal             evenly in the logarithm (whole numbers if min and max are)
+#   log_normal             evenly in the logarithm (whole numbers if min and max or the default are)
 #   logit_normal           evenly in the logarithm of 1 - x: from 0.9 to 0.99 as to 0.999
 # Each new combination of sizes compiles. No minibatch may be larger than num_envs * num_steps.
 total_timesteps: {distribution: log_normal, min: 1_000_000, max: 60_000_000}
@@ -176,6 +176,7 @@ class Run:
         self.points = []  # (cost, score) of each line that has the metric
         self.latest = {}  # the newest value of each key
         self.seen = time.monotonic()  # when the newest line was
+        shutil.rmtree(folder, ignore_errors=True)  # of a study that a wrong command began
         folder.mkdir(parents=True)
         self.log = folder / "log.txt"
         with self.log.open("wb") as log:
@@ -207,7 +208,7 @@ class Run:
             try:
                 row = json.loads(line)
                 self.latest |= row
-                self.cost = float(row["time"])
+                self.cost = float(row.get("time", self.cost))
                 if self.metric in row:
                     self.points.append((self.cost, float(row[self.metric])))
             except (ValueError, TypeError, KeyError) as error:  # a script of your own
@@ -225,7 +226,7 @@ class Run:
         milestones = [args.max_cost_seconds * n / MILESTONES for n in range(1, MILESTONES + 1)]
         while True:
             code = self.process.poll()
-            time.sleep(1 if code else 0.1)  # where all is killed, the sweep may hear of it later
+            time.sleep(1 if code else 0.1)  # a signal to all may reach it first
             if sweep.stopping:
                 adapters.say_once(say, f"ending the trials, within {GRACE:.0f} s")
                 raise InterruptedError  # the trial goes back into the queue
@@ -338,7 +339,7 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
     keys = ("env_id", "metric", "direction", "max_cost_seconds", "fixed")
     same = {key: str(getattr(args, key)) for key in keys} | {"script": Path(args.script).stem}
     same["space"] = str(sorted((one.name, str(one.distribution)) for one in space))
-    same["preset"] = str(first)
+    same["preset, or default of the script"] = str(sorted(first.items()))
     params = {one.name: one.nearest(first.get(one.argument)) for one in space}
     params = {name: value for name, value in params.items() if value is not None}
     with one_at_a_time(folder):
@@ -351,8 +352,8 @@ def open_study(args: Args, space: list[Parameter], first: dict, folder: Path) ->
                 name = f"--study-name {args.study_name}"
                 raise UsageError(f"{name}: exists with another {key}; take another, or delete it")
             study.set_user_attr(key, value)
-        if not study.trials and (folder / "trials").exists():
-            raise UsageError(f"{folder}/trials: another study's; take another --study-name")
+        if not study.trials and (folder / "trials").exists():  # of a study that is gone
+            (folder / "trials").rename(folder / f"trials_before_{time.time():.0f}")
         study.enqueue_trial(params, skip_if_exists=True)
     distributions = {one.name: one.distribution for one in space}
     study.ask = one_at_a_time(folder)(partial(study.ask, distributions))  # knowing what runs
@@ -429,7 +430,6 @@ class Sweep:
             if not self.worked() and not self.trials(TrialState.RUNNING):
                 storage = open_storage(self.args, self.folder)  # a corrected command begins anew
                 optuna.delete_study(study_name=self.args.study_name, storage=storage)
-                shutil.rmtree(self.folder / "trials")
             raise cause
         scored = True
         with contextlib.suppress(OptunaError if cause else ()):  # the database is away

@@ -83,7 +83,7 @@ def test_update_and_policy_step_stay_on_the_gpu_and_never_wait(monkeypatch, tmp_
             original(args, *rest)
 
     monkeypatch.setattr(Once, "functions", ())
-    monkeypatch.setattr(adapters, "tell_of_observations", lambda *_: None)  # once; it may wait
+    monkeypatch.setattr(adapters, "tell_of_scale", lambda *_: None)  # once; it may wait
     monkeypatch.setattr(ppo, "CudaGraphs", Once)
     monkeypatch.setattr(ppo, "Agent", agent_on_meta)
     monkeypatch.setattr(ppo, "make_optimizers", optimizers_on_meta)

@@ -123,7 +123,7 @@ def test_torchs_compiler_is_called_the_way_that_is_taken_over():
 )
 def test_a_large_batch_of_images_is_announced(num_agents, said, capsys):
     observations = torch.empty(33, num_agents, 210, 160, 3, dtype=torch.uint8, device="meta")
-    adapters.tell_of_observations(observations, SimpleNamespace(), adapters.say)
+    adapters.tell_of_size(observations, adapters.say)
     text = capsys.readouterr().err
     assert said in text
     assert ("a batch of observations" in text) == bool(said)
@@ -134,7 +134,7 @@ def test_a_large_batch_of_images_is_announced(num_agents, said, capsys):
 )
 def test_large_observations_that_nothing_normalizes_are_announced(norm, largest, said, capsys):
     agent = SimpleNamespace(observation_norm=norm)
-    adapters.tell_of_observations(torch.full((2, 8, 3), -float(largest)), agent, adapters.say)
+    adapters.tell_of_scale(torch.full((8, 3), -float(largest)), agent, adapters.say)
     assert ("observations of up to 5000: --norm-obs" in capsys.readouterr().err) == said
 
 

@@ -299,20 +299,17 @@ def test_what_a_run_cost_is_its_own_also_where_the_metric_ends_before(toy):
     assert "in 0.2 s (completed; env/score was last there at 0.1 s)" in printed
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda sweep: (sweep / "../../preset.yaml").write_text('{"x": 0.2}'), "another preset"),
-        (lambda sweep: (sweep / "study.db").unlink(), "trials: another study's"),
-    ],
-)
-def test_no_study_goes_on_with_what_is_not_its_own(toy, change, said):
-    (toy / "preset.yaml").write_text('{"x": 0.1}')
-    words = "--", "--config=preset.yaml"
-    finish(toy_command("--num-trials", 1, *words), toy)
-    change(toy / "sweeps/toy__toy")
-    assert said in finish(toy_command("--num-trials", 2, *words), toy, 2)
-    assert json.loads((toy / "sweeps/toy__toy/trials/0000/run/config.yaml").read_text())["x"] == 0.1
+def test_no_study_goes_on_with_another_preset_or_takes_another_ones_runs(toy):
+    words = toy_command("--num-trials", 1, "--", "--config=preset.yaml")
+    preset = toy / "preset.yaml"
+    preset.write_text('{"x": 0.1}')
+    finish(words, toy)
+    preset.write_text('{"x": 0.2}')
+    assert "exists with another preset" in finish(words, toy, 2)
+    (toy / "sweeps/toy__toy/study.db").unlink()
+    finish(words, toy)
+    configs = (toy / "sweeps/toy__toy").glob("trials*/0000/run/config.yaml")
+    assert sorted(json.loads(config.read_text())["x"] for config in configs) == [0.1, 0.2]
 
 
 def test_hopeless_trials_are_pruned_and_count_with_what_they_had(toy):

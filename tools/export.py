@@ -119,7 +119,8 @@ def export(options: Options, flags: list[str]) -> int:
     out = out.absolute()  # environments may change the folder
     trained = Trained(options, [*flags, "--precision", "float32"])
     trained.make(1)
-    if trained.agent.observation_norm is not None and out.suffix != ".onnx":
+    normalized = trained.args.norm_obs and not trained.agent.pixels
+    if normalized and out.suffix != ".onnx":
         fail(f"--out {out}: PufferLib's files have no place for --norm-obs; use .onnx")
     parameters = list(trained.agent.parameters())
     line = ""

@@ -36,7 +36,7 @@ from run_folder import Source, Trained, fail, main
 @dataclass
 class Options(Source):
     episodes: int = 100
-    """how many to play, each agent's first ones; with several agents in an environment, up to as many more"""
+    """how many to play, each agent's first ones; rounded up to whole games of all agents in one"""
     max_steps: int = 27_000
     """an episode that comes so far is cut and counts as it stands: it may never end (the limit is Atari's)"""
     deterministic: bool = False
@@ -217,8 +217,13 @@ def play_episodes(options: Options, flags: list[str]):
         if enough < num_envs and not trained.args.num_workers:  # several agents in each
             num_envs = enough
             trained.envs.close()
-            with contextlib.redirect_stderr(io.StringIO()):  # all has been said
-                trained.make(num_envs)
+            said = io.StringIO()  # again
+            try:
+                with contextlib.redirect_stderr(said):
+                    trained.make(num_envs)
+            except SystemExit:
+                print(said.getvalue(), file=sys.stderr)
+                raise
     finished = []
     code = 0
     try:

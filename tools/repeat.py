@@ -10,6 +10,7 @@ versions and as many threads give the same bits; another machine need not, nor d
 arguments has changed the run's configuration, and so all of what is run here.
 """
 
+import contextlib
 import math
 import os
 import pathlib
@@ -64,7 +65,7 @@ def repeat(options: Options) -> int:
     if read_rows(folder)[-1].get("exit_reason", "completed") != "completed":
         rows.pop()  # logged where it was ended: one that goes on has no such row
     if not rows:
-        fail(f"{folder}: its only row may be that of its end, which a repeat does not have")
+        fail(f"{folder}: it was ended before its first regular row, so nothing to repeat")
     last = math.inf if options.steps is None else options.steps
     before = [row for row in rows if row["step"] <= last] or rows[:1]
     # Modules of environments.
@@ -91,6 +92,9 @@ def repeat(options: Options) -> int:
                 differences = [difference(*pair) for pair in zip(before, now)]
         finally:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            process.kill()  # its environment may hang
             process.wait()
     different = next(filter(None, differences), None)
     compared = differences.index(different) if different else len(differences)

@@ -60,7 +60,7 @@ def read(folder: pathlib.Path) -> list[dict]:
     first = []
     with contextlib.suppress(OSError), (folder / "metrics.jsonl").open() as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # OSError: it runs, or there are no locks
-        if silence(folder) > LONG:
+        if silence(folder) > 5 * LONG:
             first = [{"exit_reason": "not running (killed?)"}]
     return first + read_rows(folder)  # read after it: a run says how it ended, then unlocks
 
