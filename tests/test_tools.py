@@ -623,4 +623,4 @@ def test_run_repeats_to_the_bit_and_a_changed_one_does_not(run, call, tmp_path, 
     code, out, _ = call(repeat, ended)
     assert code == 0 and "2 of 2 rows are the same to the bit" in out
     (ended / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[2:]))
-    assert "that of its end" in call(repeat, ended)[2]
+    assert "ended before its first regular row" in call(repeat, ended)[2]
