@@ -1129,10 +1129,9 @@ def parameters_of(function: Callable) -> Mapping | None:
         return None
 
 
-def takes(function: Callable, name: str) -> bool:
-    """Whether it has an argument of this name, or any."""
-    parameters = parameters_of(function)
-    if parameters is None or name in parameters:
+def takes_any(parameters: Mapping | None) -> bool:
+    """Whether a function of these takes arguments of any name, as far as one can see."""
+    if parameters is None:
         return True
     return any(one.kind == one.VAR_KEYWORD for one in parameters.values())
 
@@ -1146,7 +1145,7 @@ def check_arguments(kwargs: dict, function: Callable, more: tuple = (), less: tu
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and name not in {*kwargs, *less}:
             raise APIUsageError(f"--env.{name}: the environment needs it")
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if takes_any(parameters):
         return
     known = sorted({*parameters, *more} - {*less})
     for key in kwargs:
@@ -1301,8 +1300,9 @@ def environment_maker(env_id: str, kwargs: dict) -> Callable:
         raise APIUsageError(f"there is no module {module}, neither installed nor in this folder")
     own = getattr(registers, gym_id, None)
     if inspect.isclass(own) and issubclass(own, pufferlib.PufferEnv):  # of one's own, in C
-        missing = [name for name in ("buf", "seed") if not takes(own, name)]
-        if missing:
+        parameters = parameters_of(own)
+        missing = [name for name in ("buf", "seed") if name not in (parameters or ())]
+        if missing and not takes_any(parameters):
             raise APIUsageError(
                 f"its __init__ should take {' and '.join(missing)}: buf=None, seed=0"
             )

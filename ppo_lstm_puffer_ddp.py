@@ -517,7 +517,7 @@ class Envs:
         else:
             dones = self.ended[agents] | ended
             self.ended[agents] = dones & ~mask  # until an agent that ended is there again
-            valid = ~self.ended[agents]  # one that waits is not away: what comes is its own
+            valid = ~self.ended[agents]  # masked without an end it waits: its rewards count
         for info in infos:
             weight = 1 if self.next_step_reset else info.get("n", 1)  # Ocean: means of n episodes
             for key, value in adapters.numbers_in(info):

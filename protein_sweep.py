@@ -131,7 +131,7 @@ class Parameter(NamedTuple):
 
 
 def parse_parameter(key: str, entry: Any, default: Any = None) -> Parameter:
-    """A line of a space. default: the script's own value. Raises ValueError or TypeError."""
+    """A line of a space; default: the script's value. Raises ValueError, TypeError, KeyError."""
     match entry:
         case list():
             return Parameter(key, key, CategoricalDistribution(entry))
@@ -211,7 +211,7 @@ class Run:
                 self.cost = float(row.get("time", self.cost))
                 if self.metric in row:
                     self.points.append((self.cost, float(row[self.metric])))
-            except (ValueError, TypeError, KeyError) as error:  # a script of your own
+            except (ValueError, TypeError, AttributeError) as error:  # a script of your own
                 raise RunFailed(f"metrics.jsonl, {line[:100]}: {error!r}") from error
 
     def score(self, until: float = np.inf) -> float:

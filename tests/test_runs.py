@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,16 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import SCRIPT, run_script, start_script, succeed, train_here, wait_for
+from conftest import (
+    SCRIPT,
+    SMALL,
+    environment,
+    run_script,
+    start_script,
+    succeed,
+    train_here,
+    wait_for,
+)
 from reading import alive, checkpoint, end_of, newest_run, read_metrics, without_clock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
@@ -535,6 +545,24 @@ def test_wandb_offline_is_one_run_after_a_resume_too(tmp_path):
     names = [path.parent.name for path in run.glob("wandb/offline-run-*/*.wandb")]
     assert len(names) == 2
     assert len({name.split("-", maxsplit=3)[3] for name in names}) == 1
+
+
+def test_control_c_under_tee_writes_a_checkpoint(tmp_path):
+    """A terminal sends it to `tee` too, which ends first."""
+    command = shlex.join([sys.executable, str(SCRIPT), *SMALL, *LONG])
+    words = ["bash", "-c", f"{command} 2>&1 | tee log.txt"]
+    options = {"stdout": subprocess.DEVNULL, "start_new_session": True}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), **options)
+    log = tmp_path / "log.txt"
+    wait_for(lambda: logged(tmp_path) >= 3 and log.read_text().count("step=") >= 2, process)
+    children = children_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert len(children) >= 2 and not alive(children, within=60)
+    run = newest_run(tmp_path)
+    assert end_of(run)["exit_reason"] == "sigint"
+    assert checkpoint(run)["step"] == end_of(run)["step"] > 0
 
 
 # In this process

@@ -1,5 +1,6 @@
 """benchmark/tryout.py and by_hand.py: environments of other packages, and their returns by hand."""
 
+import json
 import sys
 
 import pytest
@@ -27,6 +28,14 @@ def test_a_wrong_reward_and_a_wrong_observation_are_seen(wrong, monkeypatch, cap
     monkeypatch.setattr(by_hand.adapters, wrong, lambda *values: 2 * right(*values))
     assert by_hand.main(["CartPole-v1"]) == 1
     assert capsys.readouterr().out.startswith("unlike in row")
+
+
+def test_every_environment_of_the_list_was_well():
+    entries, _, _ = tryout.read_list()
+    assert len(entries) >= 40
+    lines = (ROOT / "benchmark/reports/tryout/results.jsonl").read_text().splitlines()
+    results = {record["env"]: record["well"] for record in map(json.loads, lines)}
+    assert results == {entry["words"]: True for entry in entries}
 
 
 def test_a_refusal_and_a_failure_are_recorded(monkeypatch, tmp_path):

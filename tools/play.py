@@ -67,7 +67,7 @@ def play(
     envs = trained.envs
     agent = trained.agent
     n = envs.num_agents
-    num_envs = math.gcd(num_envs, n)
+    num_envs = math.gcd(num_envs, n)  # a PufferEnv of one's own may make another number
     rounds = -(-options.episodes * num_envs // n)
     quota = rounds // num_envs + (np.arange(num_envs) < rounds % num_envs)
     quota = quota.repeat(n // num_envs)
