@@ -218,13 +218,11 @@ class Team(pufferlib.PufferEnv):
     """In the place of one in C: agent 0 never comes, 1 and 2 play episodes of 3 and 6 steps."""
 
     metadata = {"render_fps": 10}  # noqa: RUF012
-    made = []  # noqa: RUF012  how many each time
 
     def __init__(self, num_envs=1, buf=None, seed=0):
         self.single_observation_space = Painted.observation_space
         self.single_action_space = Painted.action_space
         self.num_agents = 3 * num_envs
-        self.made.append(num_envs)
         super().__init__(buf)
 
     def reset(self, seed=None):
@@ -245,10 +243,16 @@ class Team(pufferlib.PufferEnv):
 TEAM = [PAINTED[0], "--env-id", "test_tools:Team", *PAINTED[3:]]
 
 
-def test_each_agent_that_comes_plays_and_few_environments_are_made(painted, played):
+def test_each_agent_that_comes_plays_and_few_environments_are_made(painted, played, monkeypatch):
+    def note(trained, many, make=play.Trained.make):
+        made.append(many)
+        return make(trained, many)
+
+    made = []
+    monkeypatch.setattr(play.Trained, "make", note)
     assert played(*TEAM, "--episodes", 1)["episodic_length"]["mean"] == (3 + 6) / 2
     assert played(*TEAM, "--episodes", 100, "--num-envs", 99)["episodes"] == 68
-    assert Team.made[-2:] == [99, 34]
+    assert made == [1, 99, 34]
 
 
 def test_gif_of_several_agents_goes_on_until_all_have_ended(painted, played):
